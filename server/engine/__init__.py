@@ -1,0 +1,3 @@
+"""One process's compute loop: requests, scheduling, sampling, tokenizer and text. Imports ``server.model`` and
+``server.cache``.
+"""

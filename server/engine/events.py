@@ -1,0 +1,123 @@
+"""What the node tells its engine thread, and what the engine thread tells the node. Small frozen records in two
+queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from server.cache.layout import Placement
+from server.engine.request import FinishReason, GenerationRequest, TokenLogprob, TokenOutput
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Compute the prompt and its first token into ``placement`` and stop there (the prefill node's only work)."""
+
+    key: Hashable
+    request: GenerationRequest
+    placement: Placement
+    room: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Compute the prompt here and go on decoding here (``--local-prefill``)."""
+
+    key: Hashable
+    request: GenerationRequest
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Decode on from committed state: ``placement`` holds the prompt's state, ``first`` is the token the prefill node
+    chose.
+    """
+
+    key: Hashable
+    request: GenerationRequest
+    placement: Placement
+    first: TokenLogprob
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Stop working on ``key``. Answered by :class:`Finished` (reason ``abort``) unless it had ended already."""
+
+    key: Hashable
+
+
+@dataclass(frozen=True)
+class Scrub:
+    """Make ``placement`` fit to be free again (poison pattern where that is on). Answered by :class:`Scrubbed`."""
+
+    key: Hashable
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the thread after the current step."""
+
+
+Command = Prefill | Generate | Resume | Cancel | Scrub | Stop
+
+
+@dataclass(frozen=True)
+class ChunkComputed:
+    """State of prompt positions ``0 .. n_computed - 1`` is in the pools."""
+
+    key: Hashable
+    n_computed: int
+
+
+@dataclass(frozen=True)
+class PrefillFinished:
+    """The whole prompt is computed, the hand-off row is written, and the digests of every live byte are taken."""
+
+    key: Hashable
+    first: TokenLogprob
+    digests: dict[str, int]
+    prefill_s: float
+    digest_s: float
+
+
+@dataclass(frozen=True)
+class Output:
+    key: Hashable
+    output: TokenOutput
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The engine will not touch the key's placement again (for ``Prefill``: sent only after a cancel)."""
+
+    key: Hashable
+    reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The engine gave this key up because of an error; like :class:`Finished`, its placement is no longer touched."""
+
+    key: Hashable
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Scrubbed:
+    key: Hashable
+
+
+@dataclass(frozen=True)
+class Died:
+    """The engine thread ended by an exception: the process must say so in ``/health`` and end."""
+
+    message: str
+
+
+Event = ChunkComputed | PrefillFinished | Output | Finished | Failed | Scrubbed | Died

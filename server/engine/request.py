@@ -1,0 +1,146 @@
+"""What a request is, from the HTTP layer to the engine and back: plain data, shared by every package above the
+model.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+DEFAULT_MAX_TOKENS = 256
+MAX_LOGPROBS = 20
+
+
+class FinishReason(enum.StrEnum):
+    """Why a generation ended, in the words of the OpenAI API where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class RequestFailed(Exception):
+    """A request that cannot be answered. ``code`` is a stable machine word, ``status`` the HTTP status before the
+    first byte.
+
+    ``component`` names the state component at fault, where there is one.
+    """
+
+    def __init__(self, code: str, message: str, *, status: int = 500, component: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.status = status
+        self.component = component
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 means no limit. ``logprobs`` is the number of alternatives reported beside
+    the chosen token (0..20), or None for none at all. ``seed`` None lets the decode node draw one.
+    """
+
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt to continue. ``request_id`` is unique in the process."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The chosen token's log probability and the most likely alternatives at that position, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """What one engine step adds to one request. ``finish_reason`` is set on the last output only.
+
+    ``text`` is the part of the answer that is now certain (never half a character, never part of a stop string).
+    ``logprobs`` has one entry per token id when they were asked for, else it is empty.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True)
+class RouteInfo:
+    """Who served the prompt: known before the first token. ``prefill`` is ``host:port`` of the peer, or ``local``."""
+
+    prefill: str
+    room: int | None
+    transfer_bytes: dict[str, int] = field(default_factory=dict)
+
+
+class Generation(Protocol):
+    """A running generation. Iterate it for outputs; ``abort`` may be called at any time and more than once."""
+
+    def __aiter__(self) -> AsyncIterator[TokenOutput]: ...
+
+    async def route(self) -> RouteInfo:
+        """Waits until the prompt is computed and committed here. Raises :class:`RequestFailed`."""
+        ...
+
+    def abort(self) -> None: ...
+
+
+class TokenizerLike(Protocol):
+    """What the API needs from a tokenizer (``server.engine.tokenizer.Tokenizer`` is the real one)."""
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]: ...
+
+
+class Backend(Protocol):
+    """What an HTTP app serves: the decode node (or a prefill node for the health routes)."""
+
+    role: str
+    model_name: str
+    max_context: int
+    tokenizer: TokenizerLike
+    sampling_defaults: SamplingParams
+    """From the checkpoint's generation_config.json: what applies where a request says nothing."""
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Admits a request. Raises :class:`RequestFailed` at once for what can never be served."""
+        ...
+
+    def alive(self) -> tuple[bool, str]: ...
+
+    async def ready(self) -> tuple[bool, str]: ...
+
+    def server_info(self) -> dict[str, Any]: ...

@@ -1,0 +1,220 @@
+"""Text to token ids and back, the chat template and the sampling defaults, all read from a model directory."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from server.engine.request import DEFAULT_MAX_TOKENS, RequestFailed, SamplingParams
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+"""What the fingerprint covers, in this order; files that a directory lacks are left out."""
+
+
+class Tokenizer:
+    """The model directory's own tokenizer.
+
+    ``vocab_size`` counts the ids that have a text (a checkpoint may have more embedding rows). ``fingerprint`` is the
+    xxh3_128 of the tokenizer files' names and bytes: equal on two nodes means that text means the same tokens on both.
+    The methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        hf_tokenizer: PreTrainedTokenizerFast,
+        *,
+        fingerprint: str,
+        eos_token_ids: frozenset[int],
+        sampling_defaults: SamplingParams,
+    ) -> None:
+        self._hf = hf_tokenizer
+        self._backend = hf_tokenizer.backend_tokenizer
+        self._specials: frozenset[int] = frozenset(hf_tokenizer.all_special_ids)
+        self._clean_up = bool(hf_tokenizer.clean_up_tokenization_spaces)
+        self.vocab_size: int = len(hf_tokenizer)
+        self.eos_token_ids = eos_token_ids
+        self.fingerprint = fingerprint
+        self.sampling_defaults = sampling_defaults
+        self._byte_level = self._decodes_bytes()
+        self.encode("")  # settles the backend's truncation and padding now, so that later calls only read it
+
+    @classmethod
+    def load(cls, model_dir: str | Path) -> Tokenizer:
+        """Reads the tokenizer of ``model_dir``; nothing is downloaded.
+
+        :raises FileNotFoundError: the directory has no ``tokenizer.json``.
+        """
+        model_dir = Path(model_dir)
+        if not (model_dir / "tokenizer.json").is_file():
+            raise FileNotFoundError(f"{model_dir} has no tokenizer.json: a model directory must carry its tokenizer.")
+        hf = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
+        if not isinstance(hf, PreTrainedTokenizerFast):
+            raise TypeError(f"{model_dir} has a {type(hf).__name__}, which is not backed by its tokenizer.json.")
+        generation_config = _read_json(model_dir / "generation_config.json")
+        return cls(
+            hf,
+            fingerprint=tokenizer_fingerprint(model_dir),
+            eos_token_ids=_eos_token_ids(generation_config.get("eos_token_id"), hf.eos_token_id),
+            sampling_defaults=sampling_defaults(generation_config),
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, with the special tokens (BOS) that the tokenizer's own settings add.
+
+        :raises RequestFailed: 400 ``invalid_text`` for text that is no valid Unicode (a lone surrogate).
+        """
+        _check_unicode(text)
+        ids: list[int] = self._hf.encode(text)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``. Special tokens have no text; bytes that are no UTF-8 become U+FFFD."""
+        if self._clean_up:
+            return str(self._hf.decode(list(ids), skip_special_tokens=True))
+        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token on its own, special tokens by their name (``</s>``), for log probability reports."""
+        text: str = self._backend.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; unlike :meth:`token_text` exact for a part of a character."""
+        if self._byte_level and token_id not in self._specials:
+            token = self._backend.id_to_token(token_id)
+            table = _bytes_of_byte_level_chars()
+            if token is not None and all(char in table for char in token):
+                return bytes(table[char] for char in token)
+        return self.token_text(token_id).encode()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._hf.chat_template)
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> list[int]:
+        """Token ids of a conversation, by the model directory's chat template; ``kwargs`` are variables for it.
+
+        :raises RequestFailed: 400 ``no_chat_template``, ``invalid_chat_template_kwargs`` (a name that is not the
+            template's but an argument of the tokenizer) or ``chat_template_error`` (the template refused the messages).
+        """
+        if not self.has_chat_template:
+            raise RequestFailed(
+                "no_chat_template",
+                "This model has no chat template: use /v1/completions, or give its directory a chat_template.jinja.",
+                status=400,
+            )
+        reserved = sorted(_template_call_arguments() & kwargs.keys())
+        if reserved:
+            raise RequestFailed(
+                "invalid_chat_template_kwargs", f"chat_template_kwargs may not set {', '.join(reserved)}.", status=400
+            )
+        try:
+            text = str(
+                self._hf.apply_chat_template(
+                    messages, add_generation_prompt=add_generation_prompt, tokenize=False, **kwargs
+                )
+            )
+        except (TemplateError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            raise RequestFailed(
+                "chat_template_error", f"The chat template refused these messages: {error}", status=400
+            ) from error
+        _check_unicode(text)
+        ids: list[int] = self._hf.encode(text, add_special_tokens=False)
+        return ids
+
+    def _decodes_bytes(self) -> bool:
+        decoder = json.loads(self._backend.to_str()).get("decoder") or {}
+        parts = decoder.get("decoders", [decoder])
+        return any(part.get("type") == "ByteLevel" for part in parts)
+
+
+def sampling_defaults(generation_config: dict[str, Any]) -> SamplingParams:
+    """What applies where a request says nothing, from the fields of ``generation_config.json``.
+
+    As in vLLM, ``temperature``, ``top_p``, ``top_k`` and ``max_new_tokens`` are taken where present, else temperature
+    is 1.0 and nothing is cut off. Beyond vLLM, an explicit ``do_sample: false`` means greedy (temperature 0).
+    """
+    temperature = generation_config.get("temperature")
+    top_p = generation_config.get("top_p")
+    top_k = generation_config.get("top_k")
+    max_tokens = generation_config.get("max_new_tokens")
+    greedy = generation_config.get("do_sample") is False
+    return SamplingParams(
+        max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else int(max_tokens),
+        temperature=0.0 if greedy else 1.0 if temperature is None else float(temperature),
+        top_p=1.0 if greedy or top_p is None else float(top_p),
+        top_k=0 if greedy or top_k is None else max(0, int(top_k)),
+    )
+
+
+def tokenizer_fingerprint(model_dir: Path) -> str:
+    """xxh3_128 (hex) over name, length and bytes of every tokenizer file in ``model_dir``."""
+    digest = xxhash.xxh3_128()
+    for name in TOKENIZER_FILES:
+        path = model_dir / name
+        if path.is_file():
+            content = path.read_bytes()
+            digest.update(f"{name}\0{len(content)}\0".encode())
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _eos_token_ids(configured: int | list[int] | None, from_tokenizer: int | None) -> frozenset[int]:
+    if isinstance(configured, int):
+        return frozenset({configured})
+    if configured:
+        return frozenset(configured)
+    return frozenset() if from_tokenizer is None else frozenset({from_tokenizer})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestFailed(
+            "invalid_text", f"The text has a lone surrogate at character {error.start}: it is not Unicode.", status=400
+        ) from error
+
+
+@lru_cache(maxsize=1)
+def _template_call_arguments() -> frozenset[str]:
+    parameters = inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters.values()
+    named = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    return frozenset(named | {"messages"})
+
+
+@lru_cache(maxsize=1)
+def _bytes_of_byte_level_chars() -> dict[str, int]:
+    """The alphabet of byte-level BPE (GPT-2): printable bytes are themselves, the others characters from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return table

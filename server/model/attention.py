@@ -1,0 +1,159 @@
+"""DeepSeek-V4 attention: one shared K=V row per token, a sliding window plus compressed entries, sinks, grouped
+output.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from server.model.batch import Batch, CompressedView
+from server.model.compressor import ENTRY_BLOCK, Compressor, Indexer, all_entries, locate
+from server.model.config import CSA, HCA, SLIDING, ModelConfig
+from server.model.layers import Linear, RMSNorm, matmul_rows, unit_rms
+from server.model.pools import PagePool, Pools
+from server.model.rope import Rotation
+
+_QUERY_ROWS = 64
+"""Query rows attended at a time, to bound the memory of their gathered keys."""
+
+Candidates = tuple[torch.Tensor, torch.Tensor]
+"""Rows ``[rows, k, head_dim]`` that queries may read, and which of them they do, ``[rows, k]``."""
+
+
+class Attention(nn.Module):
+    """One layer's attention, keys ``attn.*``. ``swa`` names the ring component that holds its window."""
+
+    def __init__(
+        self, config: ModelConfig, layer_id: int, ratio: int, row_tile: int, dtype: torch.dtype, swa: str = "swa"
+    ) -> None:
+        super().__init__()
+        d, heads, groups = config.head_dim, config.num_attention_heads, config.o_groups
+        self.wq_a = Linear(config.hidden_size, config.q_lora_rank, row_tile, dtype)
+        self.q_norm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
+        self.wq_b = Linear(config.q_lora_rank, heads * d, row_tile, dtype)
+        self.wkv = Linear(config.hidden_size, d, row_tile, dtype)
+        self.kv_norm = RMSNorm(d, config.rms_norm_eps)
+        self.attn_sink = nn.Parameter(torch.empty(heads, dtype=torch.float32), requires_grad=False)
+        self.wo_a = Linear(heads * d // groups, groups * config.o_lora_rank, row_tile, dtype)
+        self.wo_b = Linear(groups * config.o_lora_rank, config.hidden_size, row_tile, dtype)
+        self.compressor: Compressor | None = None
+        self.indexer: Indexer | None = None
+        if ratio == CSA:
+            self.compressor = Compressor(config, layer_id, CSA, d, "c4_state", "c4_kv", row_tile)
+            self.indexer = Indexer(config, layer_id, row_tile, dtype)
+        elif ratio == HCA:
+            self.compressor = Compressor(config, layer_id, HCA, d, "c128_state", "c128_kv", row_tile)
+        self.layer_id, self.ratio, self.swa = layer_id, ratio, swa
+        self.heads, self.head_dim, self.groups, self.eps = heads, d, groups, config.rms_norm_eps
+        self.row_tile = row_tile
+
+    def forward(self, x: torch.Tensor, batch: Batch, pools: Pools, rope: RopeSet) -> torch.Tensor:
+        """``x`` ``[rows, D]`` (normed) -> ``[rows, D]``; reads the pools' past and writes these rows' state."""
+        rotation = rope.main if self.ratio == SLIDING else rope.compress
+        qr = self.q_norm(self.wq_a(x))
+        q = self.wq_b(qr).view(-1, self.heads, self.head_dim)
+        q = rotation.apply_(unit_rms(q.float(), self.eps).to(q.dtype))
+        kv = rotation.apply_(self.kv_norm(self.wkv(x)))
+
+        ring = pools.ring[self.swa]
+        window = ring.gather(self.layer_id, batch.window, kv)
+        ring.write(self.layer_id, batch.swa_write, kv)
+        compressed, pool = self._compressed_picks(x, qr, batch, pools, rope)
+
+        out = torch.cat([
+            self._attend(q[i : i + _QUERY_ROWS], _candidates(i, window, compressed, batch, pool, self.layer_id))
+            for i in range(0, q.shape[0], _QUERY_ROWS)
+        ])  # fmt: skip
+        return self._project(rotation.apply_(out.to(x.dtype), inverse=True))
+
+    def _compressed_picks(
+        self, x: torch.Tensor, qr: torch.Tensor, batch: Batch, pools: Pools, rope: RopeSet
+    ) -> tuple[torch.Tensor | None, PagePool | None]:
+        """Stores what these rows close, then says which entries each row reads: ``[rows, k]``, -1 for none."""
+        view = self._view(batch)
+        if view is None or self.compressor is None:
+            return None, None
+        closing = rope.closing(view)
+        self.compressor(x, view, pools, closing)
+        pool = pools.page[self.compressor.entries]
+        if self.indexer is None:
+            return (all_entries(view), pool) if view.max_visible else (None, None)
+        self.indexer.compressor(x, view, pools, closing)
+        if not view.max_visible:
+            return None, None
+        return self.indexer(x, qr, batch, view, pools, rope.compress), pool
+
+    def _view(self, batch: Batch) -> CompressedView | None:
+        return {SLIDING: None, CSA: batch.csa, HCA: batch.hca}[self.ratio]
+
+    def _attend(self, q: torch.Tensor, candidates: list[Candidates]) -> torch.Tensor:
+        """Softmax over all candidate blocks plus a sink logit without a value; ``[rows, heads, head_dim]`` in fp32.
+
+        Blocks are summed one after the other: a block that is masked throughout adds exact zeros, so padding changes
+        no bit.
+        """
+        scale = self.head_dim**-0.5
+        scores = [
+            (torch.bmm(q, rows.transpose(1, 2)).float() * scale).masked_fill_(~mask[:, None], float("-inf"))
+            for rows, mask in candidates
+        ]
+        top = scores[0].amax(-1, keepdim=True)
+        for block in scores[1:]:
+            top = torch.maximum(top, block.amax(-1, keepdim=True))
+        denominator = (self.attn_sink[None, :, None] - top).exp()
+        out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        for block, (rows, _) in zip(scores, candidates, strict=True):
+            weights = (block - top).exp()
+            denominator = denominator + weights.sum(-1, keepdim=True)
+            out = out + torch.bmm(weights.to(q.dtype), rows).float()
+        return out / denominator
+
+    def _project(self, out: torch.Tensor) -> torch.Tensor:
+        """Grouped low-rank output: each group of heads through its own part of ``wo_a``, then all through ``wo_b``."""
+        grouped = out.reshape(out.shape[0], self.groups, -1)
+        weight = self.wo_a.weight.view(self.groups, -1, grouped.shape[-1])
+        low = torch.cat(
+            [matmul_rows(grouped[:, g].contiguous(), weight[g], self.row_tile) for g in range(self.groups)], dim=1
+        )
+        return self.wo_b(low)
+
+
+class RopeSet:
+    """The rotations of one forward: rows at main and compressed frequencies, and entries at their windows' first
+    positions.
+    """
+
+    def __init__(self, batch: Batch, main: torch.Tensor, compress: torch.Tensor) -> None:
+        self.main = Rotation(batch.positions, main)
+        self.compress = Rotation(batch.positions, compress)
+        self._closing = {
+            id(view): Rotation(view.close.positions, compress)
+            for view in (batch.csa, batch.hca)
+            if view is not None and view.close is not None
+        }
+
+    def closing(self, view: CompressedView) -> Rotation | None:
+        """The rotation of the entries that ``view`` closes, None if it closes none."""
+        return self._closing.get(id(view))
+
+
+def _candidates(
+    start: int,
+    window: torch.Tensor,
+    compressed: torch.Tensor | None,
+    batch: Batch,
+    pool: PagePool | None,
+    layer_id: int,
+) -> list[Candidates]:
+    """Window rows oldest first, then compressed entries in order in fixed-size blocks, for query rows ``start ..``."""
+    rows = slice(start, start + _QUERY_ROWS)
+    blocks = [(window[rows], batch.window_mask[rows])]
+    if compressed is None or pool is None:
+        return blocks
+    entries = compressed[rows]
+    for i in range(0, entries.shape[1], ENTRY_BLOCK):
+        block = entries[:, i : i + ENTRY_BLOCK]
+        pages, page_rows = locate(pool, batch.page_table[rows], block)
+        blocks.append((pool.gather(layer_id, pages, page_rows), block >= 0))
+    return blocks

@@ -1,0 +1,151 @@
+"""Compressors: pool the tokens of a window into one entry, and the indexer that picks which entries a query reads."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from server.model.batch import Batch, CompressedView, EntryPlan
+from server.model.config import CSA, ModelConfig
+from server.model.layers import Linear, RMSNorm
+from server.model.pools import PagePool, Pools
+from server.model.rope import Rotation
+
+ENTRY_BLOCK = 64
+"""Compressed entries are scored and attended in blocks of this many: fixed shapes, whatever the context length."""
+
+_SCORE_ROWS = 16
+"""Rows whose index scores are computed at a time, to bound memory."""
+
+
+class Compressor(nn.Module):
+    """One compressor (attention's or the indexer's) of a CSA or HCA layer.
+
+    Keys ``wkv.weight``, ``wgate.weight`` ``[coff d, D]``, ``ape`` ``[ratio, coff d]``, ``norm.weight`` ``[d]``;
+    ``coff`` is 2 for CSA (halves A and B), else 1. Projections, state and pooling are fp32.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer_id: int, ratio: int, width: int, state: str, entries: str, row_tile: int
+    ) -> None:
+        super().__init__()
+        coff = 2 if ratio == CSA else 1
+        self.wkv = Linear(config.hidden_size, coff * width, row_tile, torch.float32)
+        self.wgate = Linear(config.hidden_size, coff * width, row_tile, torch.float32)
+        self.ape = nn.Parameter(torch.empty(ratio, coff * width, dtype=torch.float32), requires_grad=False)
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        self.layer_id, self.ratio, self.width = layer_id, ratio, width
+        self.state, self.entries = state, entries
+
+    def forward(self, x: torch.Tensor, view: CompressedView, pools: Pools, rotation: Rotation | None) -> None:
+        """Adds rows ``x`` ``[rows, D]`` to the state and stores the entries they close. ``rotation`` is at the
+        entries' positions.
+        """
+        kv, score = self.wkv(x.float()), self.wgate(x.float()) + self.ape[view.phase]
+        if self.ratio == CSA:
+            d = self.width
+            own = {
+                f"{self.state}_a": torch.cat([kv[:, :d], score[:, :d]], dim=1),
+                f"{self.state}_b": torch.cat([kv[:, d:], score[:, d:]], dim=1),
+            }
+        else:
+            own = {self.state: torch.cat([kv, score], dim=1)}
+        if view.close is not None and rotation is not None:
+            self._close(own, view.close, pools, rotation, x.dtype)
+        for name, rows in own.items():
+            pools.ring[name].write(self.layer_id, view.write, rows)
+
+    def _close(
+        self, own: dict[str, torch.Tensor], plan: EntryPlan, pools: Pools, rotation: Rotation, dtype: torch.dtype
+    ) -> None:
+        """Softmax-pools each closing window per channel, then norm and rope at the window's first position."""
+        if plan.prev is not None:
+            name_a, name_b = own
+            prev = pools.ring[name_a].gather(self.layer_id, plan.prev, own[name_a])
+            cur = pools.ring[name_b].gather(self.layer_id, plan.cur, own[name_b])
+            prev[..., self.width :].masked_fill_(~plan.has_prev[:, None, None], float("-inf"))
+            rows = torch.cat([prev, cur], dim=1)
+        else:
+            ((name, values),) = own.items()
+            rows = pools.ring[name].gather(self.layer_id, plan.cur, values)
+        kv, score = rows[..., : self.width], rows[..., self.width :]
+        pooled = (score.softmax(1) * kv).sum(1)
+        entry = rotation.apply_(self.norm(pooled.to(dtype)))
+        pools.page[self.entries].write(self.layer_id, plan.pages, plan.rows, entry[: plan.count])
+
+
+class Indexer(nn.Module):
+    """Scores every visible CSA entry for every query and keeps the best ``index_topk``.
+
+    Keys ``wq_b.weight``, ``weights_proj.weight`` and ``compressor.*``.
+    """
+
+    def __init__(self, config: ModelConfig, layer_id: int, row_tile: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads, self.width, self.top_k = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.wq_b = Linear(config.q_lora_rank, self.heads * self.width, row_tile, dtype)
+        self.weights_proj = Linear(config.hidden_size, self.heads, row_tile, dtype)
+        self.compressor = Compressor(config, layer_id, CSA, self.width, "c4_index_state", "c4_index", row_tile)
+        self.layer_id = layer_id
+
+    def forward(
+        self, x: torch.Tensor, qr: torch.Tensor, batch: Batch, view: CompressedView, pools: Pools, rotation: Rotation
+    ) -> torch.Tensor:
+        """Picks ``[rows, k]``: entry ids in ascending order, -1 where a row sees fewer. k is a multiple of
+        :data:`ENTRY_BLOCK`.
+
+        Among equal scores the earlier entry wins, so that a pick never depends on the batch.
+        """
+        n_entries = _whole_blocks(view.max_visible)
+        entries = torch.arange(n_entries, device=x.device)
+        hidden = entries >= view.visible[:, None]
+        if view.max_visible <= self.top_k:
+            return entries.masked_fill(hidden, -1)
+        q = rotation.apply_(self.wq_b(qr).view(-1, self.heads, self.width))
+        weights = self.weights_proj(x).float() * (self.width**-0.5 * self.heads**-0.5)
+        scores = torch.cat([
+            self._score(q[i : i + _SCORE_ROWS], weights[i : i + _SCORE_ROWS], batch.page_table[i : i + _SCORE_ROWS], entries, pools)
+            for i in range(0, q.shape[0], _SCORE_ROWS)
+        ])  # fmt: skip
+        best = (
+            scores.masked_fill_(hidden, float("-inf"))
+            .sort(dim=-1, descending=True, stable=True)
+            .indices[:, : self.top_k]
+        )
+        best = best.masked_fill(best >= view.visible[:, None], n_entries).sort(dim=-1).values
+        best = nn.functional.pad(best, (0, -best.shape[1] % ENTRY_BLOCK), value=n_entries)
+        return best.masked_fill(best == n_entries, -1)
+
+    def _score(
+        self, q: torch.Tensor, weights: torch.Tensor, page_table: torch.Tensor, entries: torch.Tensor, pools: Pools
+    ) -> torch.Tensor:
+        """``sum_h w[h] relu(q[h] . k[i])`` for one tile of rows -> ``[rows, entries]`` in fp32."""
+        pages, rows = locate(pools.page["c4_index"], page_table, entries.expand(q.shape[0], -1))
+        n_blocks = entries.shape[0] // ENTRY_BLOCK
+        keys = pools.page["c4_index"].gather(self.layer_id, pages, rows).view(-1, ENTRY_BLOCK, self.width)
+        queries = q[:, None].expand(-1, n_blocks, -1, -1).reshape(-1, self.heads, self.width)
+        dots = torch.bmm(queries, keys.transpose(1, 2)).float().relu_()
+        per_block = weights[:, None].expand(-1, n_blocks, -1).reshape(-1, 1, self.heads)
+        return torch.bmm(per_block, dots).view(q.shape[0], -1)
+
+
+def locate(pool: PagePool, page_table: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Page ids and rows of ``entries`` ``[rows, k]``; entries below 0 or beyond a row's pages lead to page 0, which
+    is zero.
+    """
+    page = entries.div(pool.rows_per_page, rounding_mode="floor")
+    inside = (entries >= 0) & (page < page_table.shape[1])
+    pages = page_table.gather(1, page.clamp(0, page_table.shape[1] - 1)).masked_fill_(~inside, 0)
+    return pages, (entries % pool.rows_per_page).masked_fill_(~inside, 0)
+
+
+def all_entries(view: CompressedView) -> torch.Tensor:
+    """HCA reads every visible entry: ``[rows, k]`` in order, -1 where a row sees fewer, k a multiple of
+    :data:`ENTRY_BLOCK`.
+    """
+    entries = torch.arange(_whole_blocks(view.max_visible), device=view.visible.device)
+    return entries.masked_fill(entries >= view.visible[:, None], -1)
+
+
+def _whole_blocks(n: int) -> int:
+    return -(-n // ENTRY_BLOCK) * ENTRY_BLOCK

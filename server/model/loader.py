@@ -1,0 +1,132 @@
+"""Loads a checkpoint directory: official key names, one or many safetensors, strictly."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import safe_open
+
+from server.model.config import CheckpointError, ModelConfig, load_config
+from server.model.layers import ROW_TILE
+from server.model.network import DeepseekV4
+
+_HC = re.compile(r"^(.*\.)?(hc_attn|hc_ffn|hc_head)_(fn|base|scale)$")
+_QUANTIZED = {"F8_E4M3", "F8_E8M0", "I8", "U8"}
+_INDEX = "model.safetensors.index.json"
+
+
+def load_model(
+    model_dir: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", deterministic: bool = True
+) -> DeepseekV4:
+    """Builds the network of ``model_dir`` and fills it, in ``dtype`` except where the model computes in fp32.
+
+    Raises :class:`CheckpointError` that names what is missing, extra, of the wrong shape or quantized. Draft tensors
+    (``mtp.*``) belong to the NextN layer and are not the backbone's business.
+    """
+    config = load_config(model_dir)
+    with torch.device("meta"):
+        model = DeepseekV4(config, dtype, ROW_TILE if deterministic else 0)
+    expected = dict(model.named_parameters())
+    files = _tensor_files(model_dir)
+    found = {key: file for file in files for key in _keys(file)}
+    names = {key: _parameter_name(key) for key in found if not key.startswith("mtp.")}
+    _check_names(model_dir, expected.keys(), names)
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                if key in names:
+                    target = expected[names[key]]
+                    part = tensors.get_slice(key)
+                    _check_tensor(file, key, part.get_dtype(), tuple(part.get_shape()), tuple(target.shape))
+                    state[names[key]] = tensors.get_tensor(key).to(device=device, dtype=target.dtype)
+    model.load_state_dict(state, assign=True)
+    return model.eval().requires_grad_(False)
+
+
+def model_fingerprint(model_dir: Path) -> str:
+    """xxh3_128, in hex, over ``config.json`` and every weight file's bytes: two nodes that agree compute the same
+    function.
+    """
+    digest = xxhash.xxh3_128()
+    for file in [model_dir / "config.json", *_tensor_files(model_dir)]:
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _parameter_name(key: str) -> str:
+    """Official key -> parameter name: the hyper-connection tensors live in a module of their own (``hc_attn_fn`` ->
+    ``hc_attn.fn``).
+    """
+    match = _HC.match(key)
+    return f"{match[1] or ''}{match[2]}.{match[3]}" if match else key
+
+
+def official_key(name: str) -> str:
+    """Parameter name -> official key, the inverse of what the loader does."""
+    return re.sub(r"\b(hc_attn|hc_ffn|hc_head)\.(fn|base|scale)$", r"\1_\2", name)
+
+
+def _tensor_files(model_dir: Path) -> list[Path]:
+    index = model_dir / _INDEX
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [model_dir / name for name in names]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise CheckpointError(
+                f"{model_dir}: {_INDEX} names {missing[0]}, which is not there ({len(missing)} of {len(files)} missing)"
+            )
+        return files
+    files = sorted(model_dir.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{model_dir} has no *.safetensors file")
+    return files
+
+
+def _keys(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return list(tensors.keys())
+    except Exception as error:  # safetensors raises its own untyped error
+        raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
+
+
+def _check_names(model_dir: Path, expected: Iterable[str], names: dict[str, str]) -> None:
+    wanted, have = set(expected), set(names.values())
+    if quantized := sorted(key for key in names if key.endswith(".scale") and "hc_" not in key):
+        raise CheckpointError(
+            f"{model_dir}: {quantized[0]} belongs to a quantized checkpoint; convert it to bfloat16 or float32"
+        )
+    problems = []
+    if missing := sorted(official_key(name) for name in wanted - have):
+        problems.append(f"missing {_some(missing)}")
+    if extra := sorted(key for key, name in names.items() if name not in wanted):
+        problems.append(f"unknown {_some(extra)}")
+    if problems:
+        raise CheckpointError(f"{model_dir}: the tensors do not fit config.json: {'; '.join(problems)}")
+
+
+def _check_tensor(file: Path, key: str, dtype: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if dtype in _QUANTIZED:
+        raise CheckpointError(
+            f"{file}: {key} is stored as {dtype}: quantized checkpoints are not supported yet; "
+            "convert to bfloat16 or float32"
+        )
+    if shape != expected:
+        raise CheckpointError(f"{file}: {key} has shape {list(shape)}, config.json asks for {list(expected)}")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+__all__ = ["ModelConfig", "load_model", "model_fingerprint", "official_key"]

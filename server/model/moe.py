@@ -1,0 +1,95 @@
+"""Mixture of experts: hash or top-k routing, clamped SwiGLU experts, one shared expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from server.model.config import ModelConfig
+from server.model.layers import Linear, matmul_rows
+
+
+class Expert(nn.Module):
+    """SwiGLU with both branches clamped: ``w2(silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit))``, activations in
+    fp32.
+    """
+
+    def __init__(self, config: ModelConfig, row_tile: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        d, inner = config.hidden_size, config.moe_intermediate_size
+        self.w1 = Linear(d, inner, row_tile, dtype)
+        self.w2 = Linear(inner, d, row_tile, dtype)
+        self.w3 = Linear(d, inner, row_tile, dtype)
+        self.limit = config.swiglu_limit
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """``[rows, D] -> [rows, D]`` in fp32; ``weights`` ``[rows, 1]`` scale the activation before ``w2``."""
+        gate = self.w1(x).float().clamp(max=self.limit)
+        up = self.w3(x).float().clamp(-self.limit, self.limit)
+        act = nn.functional.silu(gate) * up
+        if weights is not None:
+            act = act * weights
+        return self.w2(act.to(x.dtype)).float()
+
+
+class Gate(nn.Module):
+    """The router. Keys ``gate.weight`` ``[E, D]`` and, by kind of layer, ``gate.bias`` ``[E]`` or ``gate.tid2eid``
+    ``[V, top_k]``.
+    """
+
+    def __init__(self, config: ModelConfig, layer_id: int, row_tile: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(config.n_routed_experts, config.hidden_size, dtype=torch.float32), requires_grad=False
+        )
+        self.is_hash = layer_id < config.num_hash_layers
+        if self.is_hash:
+            shape = (config.vocab_size, config.num_experts_per_tok)
+            self.tid2eid = nn.Parameter(torch.empty(shape, dtype=torch.int64), requires_grad=False)
+        else:
+            self.bias = nn.Parameter(torch.empty(config.n_routed_experts, dtype=torch.float32), requires_grad=False)
+        self.top_k, self.scale, self.row_tile = config.num_experts_per_tok, config.routed_scaling_factor, row_tile
+
+    def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Expert ids ``[rows, top_k]`` and their weights, which sum to ``routed_scaling_factor``. The bias only
+        selects.
+        """
+        scores = nn.functional.softplus(matmul_rows(x.float(), self.weight, self.row_tile)).sqrt()
+        ids = self.tid2eid[token_ids] if self.is_hash else (scores + self.bias).topk(self.top_k, dim=-1).indices
+        weights = scores.gather(-1, ids)
+        return ids, weights / weights.sum(-1, keepdim=True) * self.scale
+
+
+class MoE(nn.Module):
+    """Routed experts plus the shared one, keys ``ffn.*``."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, row_tile: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate = Gate(config, layer_id, row_tile)
+        self.experts = nn.ModuleList([Expert(config, row_tile, dtype) for _ in range(config.n_routed_experts)])
+        self.shared_experts = Expert(config, row_tile, dtype)
+        self.row_tile = row_tile
+
+    def forward(self, x: torch.Tensor, token_ids: torch.Tensor, n_rows: int) -> torch.Tensor:
+        """``[rows, D] -> [rows, D]``. Only the first ``n_rows`` rows are routed; the others are padding and need no
+        expert.
+
+        Experts are added in ascending order, so a row's sum does not depend on the other rows.
+        """
+        out = self.shared_experts(x)
+        ids, weights = self.gate(x, token_ids)
+        chosen = ids[:n_rows].flatten()
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=len(self.experts)).tolist()
+        start = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count == 0:
+                continue
+            picks = order[start : start + count]
+            start += count
+            if self.row_tile and (missing := -count % self.row_tile):
+                picks = torch.cat([picks, picks.new_zeros(missing)])
+            rows = picks // ids.shape[1]
+            y = expert(x[rows], weights.flatten()[picks].unsqueeze(-1))
+            out.index_add_(0, rows[:count], y[:count])
+        return out.to(x.dtype)

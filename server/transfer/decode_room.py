@@ -1,0 +1,268 @@
+"""One room on the decode node, as a pure state machine.
+
+    RESERVE -> QUEUED -> PREFILL -> TRANSFER -> VERIFY -> COMMITTED
+       \\_________\\_________\\__________\\_________\\---> ENDING -> OVER
+
+In ENDING the room's memory is quarantined: it is free again only after ``Quiesced``, or after the node has fenced the peer.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from server.transfer.protocol import (
+    Abort,
+    Committed,
+    Done,
+    Failed,
+    Progress,
+    Quiesced,
+    Rejected,
+    RemotePhase,
+    Reserve,
+    Reserved,
+    Writes,
+    clip,
+)
+from server.transfer.rooms import Deadlines, Failure, Forget, PeerLost, Resend, RoomKey, Send, Tick
+
+
+class DecodePhase(enum.StrEnum):
+    """Where a room stands on the decode node."""
+
+    RESERVE = "reserve"
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    TRANSFER = "transfer"
+    VERIFY = "verify"
+    COMMITTED = "committed"
+    ENDING = "ending"
+    OVER = "over"
+
+
+_REMOTE = (DecodePhase.RESERVE, DecodePhase.QUEUED, DecodePhase.PREFILL, DecodePhase.TRANSFER)
+_FOLLOWS = {phase: i for i, phase in enumerate(_REMOTE)}
+_PHASE_OF = {
+    RemotePhase.QUEUED: DecodePhase.QUEUED,
+    RemotePhase.PREFILL: DecodePhase.PREFILL,
+    RemotePhase.TRANSFER: DecodePhase.TRANSFER,
+}
+
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Memory is reserved here and the peer is chosen."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The check of what arrived has ended; ``failure`` None if everything agrees."""
+
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """The client is gone, or the node wants the room to end."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """The peer's transport session is closed: nothing it ever submitted can land any more."""
+
+
+DecodeEvent = Opened | Reserved | Progress | Done | Failed | Quiesced | Verified | GivenUp | PeerLost | Fenced | Tick
+
+
+# --- actions ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Compare what ``done`` claims, and the memory itself, with what must be there (then :class:`Verified`)."""
+
+    done: Done
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The state is complete and proved: decode on."""
+
+    done: Done
+
+
+@dataclass(frozen=True)
+class FailClient:
+    """Tell the client. Its memory goes to quarantine."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Free:
+    """The room's memory may be scrubbed and used again."""
+
+
+@dataclass(frozen=True)
+class FencePeer:
+    """Only a fence can make this room's memory safe."""
+
+    reason: str
+
+
+DecodeAction = Send | Verify | Commit | FailClient | Free | FencePeer | Forget
+
+
+class DecodeRoom:
+    """One ``Reserve`` on the decode node, from its sending until its memory is committed or free. ``handle`` is the interface."""
+
+    def __init__(self, reserve: Reserve, deadlines: Deadlines, now: float) -> None:
+        self.key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
+        self.phase = DecodePhase.RESERVE
+        self.failure: Failure | None = None
+        self.phase_s: dict[str, float] = {}
+        self._reserve = reserve
+        self._deadlines = deadlines
+        self._entered, self._alive = now, now
+        self._resend = Resend(deadlines.resend_s, deadlines.resend_cap_s, now)
+        self._done: Done | None = None
+        self._verifying = False
+        self._safe = False
+        self._peer_gone = False
+        self._fence_asked = False
+
+    @property
+    def active(self) -> bool:
+        """Whether the room can still commit."""
+        return self.phase in _REMOTE or self.phase is DecodePhase.VERIFY
+
+    def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
+        """Takes one event at time ``now`` (seconds) and says what to do, in order. Events that come too late are ignored."""
+        match event:
+            case Opened():
+                return [Send(self._reserve)]
+            case Reserved():
+                return self._on_sign_of_life(DecodePhase.QUEUED, now)
+            case Progress():
+                return self._on_sign_of_life(_PHASE_OF[event.phase], now)
+            case Done():
+                return self._on_done(event, now)
+            case Failed():
+                return self._on_failed(event, now)
+            case Quiesced():
+                return self._on_quiesced(now)
+            case Verified():
+                return self._on_verified(event.failure, now)
+            case GivenUp():
+                return self._end(event.failure, now) if self.active else []
+            case PeerLost():
+                self._peer_gone = True
+                return self._end(event.failure, now) if self.active else []
+            case Fenced():
+                self._peer_gone = self._safe = True
+                return self._free_if_safe()
+            case Tick():
+                return self._on_tick(now)
+
+    def _on_sign_of_life(self, phase: DecodePhase, now: float) -> list[DecodeAction]:
+        if self.phase in _REMOTE:
+            self._alive = now
+            if _FOLLOWS[phase] > _FOLLOWS[self.phase]:
+                self._enter(phase, now)
+        return []
+
+    def _on_done(self, done: Done, now: float) -> list[DecodeAction]:
+        if self.phase in _REMOTE:
+            self._done, self._verifying = done, True
+            self._enter(DecodePhase.VERIFY, now)
+            return [Verify(done)]
+        if self.phase is DecodePhase.COMMITTED:
+            return [self._committed()]
+        return [self._abort()] if self.phase is DecodePhase.ENDING and not self._peer_gone else []
+
+    def _on_verified(self, failure: Failure | None, now: float) -> list[DecodeAction]:
+        self._verifying = False
+        if self.phase is not DecodePhase.VERIFY or self._done is None:
+            return self._free_if_safe()
+        if failure is not None:
+            rejected = Rejected(**self._ids(), component=failure.component, reason=clip(failure.reason))
+            return [Send(rejected), *self._end(failure, now)]
+        self._enter(DecodePhase.COMMITTED, now)
+        return [self._committed(), Commit(self._done), Forget("committed", "")]
+
+    def _on_failed(self, failed: Failed, now: float) -> list[DecodeAction]:
+        actions: list[DecodeAction] = []
+        if self.phase in _REMOTE:
+            actions = self._end(Failure(failed.code, failed.reason, failed.status, failed.component), now)
+        elif self.phase is DecodePhase.ENDING and not self._peer_gone:
+            actions = [self._abort()]
+        if failed.writes is Writes.UNKNOWN and self.phase is DecodePhase.ENDING:
+            return actions + self._fence(f"writes of {self.key} ended unknown: {failed.reason}")
+        return actions
+
+    def _on_quiesced(self, now: float) -> list[DecodeAction]:
+        self._safe = self._safe or self.phase is not DecodePhase.COMMITTED
+        if self.phase in _REMOTE:
+            return self._end(Failure("prefill_ended", "the prefill node ended the room without a reason", 502), now)
+        return self._free_if_safe()
+
+    def _on_tick(self, now: float) -> list[DecodeAction]:
+        silent_s = now - self._alive
+        if self.phase in _REMOTE or self.phase is DecodePhase.VERIFY:
+            name = "commit" if self.phase is DecodePhase.VERIFY else self.phase.value
+            limit_s: float = getattr(self._deadlines, f"{name}_s")
+            if silent_s > limit_s:
+                reason = f"no sign of life in phase {name} for {silent_s:.1f} s (deadline {limit_s:g} s)"
+                return self._end(Failure("deadline", reason, 504), now)
+            if self.phase is DecodePhase.RESERVE and self._resend.due(now):
+                return [Send(self._reserve)]
+        elif self.phase is DecodePhase.ENDING and not self._safe and not self._peer_gone:
+            if silent_s > self._deadlines.quiesce_s:
+                return self._fence(f"{self.key} was not quiesced within {self._deadlines.quiesce_s:g} s of its abort")
+            if self._resend.due(now):
+                return [self._abort()]
+        return []
+
+    def _end(self, failure: Failure, now: float) -> list[DecodeAction]:
+        self.failure = failure
+        self._enter(DecodePhase.ENDING, now)
+        self._resend = Resend(self._deadlines.resend_s, self._deadlines.resend_cap_s, now)
+        actions: list[DecodeAction] = [FailClient(failure)]
+        if not self._peer_gone:
+            actions.append(self._abort())
+        return actions + self._free_if_safe()
+
+    def _free_if_safe(self) -> list[DecodeAction]:
+        if self.phase is not DecodePhase.ENDING or not self._safe or self._verifying or self.failure is None:
+            return []
+        self.phase = DecodePhase.OVER
+        outcome = "aborted" if self.failure.code == "aborted" else "failed"
+        return [Free(), Forget(outcome, self.failure.code)]
+
+    def _fence(self, reason: str) -> list[DecodeAction]:
+        if self._fence_asked or self._peer_gone:
+            return []
+        self._fence_asked = True
+        return [FencePeer(reason)]
+
+    def _enter(self, phase: DecodePhase, now: float) -> None:
+        self.phase_s[self.phase.value] = now - self._entered
+        self.phase, self._entered, self._alive = phase, now, now
+
+    def _committed(self) -> Send:
+        return Send(Committed(**self._ids()))
+
+    def _abort(self) -> Send:
+        reason = self.failure.reason if self.failure is not None else ""
+        return Send(Abort(**self._ids(), reason=clip(reason)))
+
+    def _ids(self) -> dict[str, Any]:
+        r = self._reserve
+        return {"prefill": r.prefill, "decode": r.decode, "room": r.room, "epoch": r.epoch}

@@ -1,0 +1,307 @@
+"""Mooncake Transfer Engine behind the :class:`~server.transfer.engines.base.TransferEngine` interface.
+
+What was measured on ``mooncake-transfer-engine-non-cuda`` 0.3.13.post1 over TCP, and binds this file:
+
+* A status id is a raw pointer: after 1 or -1 it is freed, and after -2 it must not be trusted. It is polled to its first terminal
+  answer and never again.
+* -1 has several causes: the receiver refused the address (nothing is written), no connection could be made (nothing is written),
+  the connection broke or made no progress for ``MC_TCP_PROGRESS_TIMEOUT_SEC`` (what is in the receiver's socket buffer **is
+  still written** once it runs again, and a later write can succeed before that). The id does not tell them apart and a later
+  success proves nothing, so after a -1 the peer is asked which memory it has registered: outside of it = ``REFUSED``, inside
+  = ``UNKNOWN``, no answer = ``UNKNOWN``.
+* The receiver checks an address once, when a write begins. ``unregister`` stops no write that has begun (512 MiB ran to the end
+  after it). Destroying the engine does: its I/O thread is joined, no byte lands after :meth:`MooncakeEngine.close` returns.
+* The first write to a session opens it with a blocking call that waits up to a minute for a frozen peer, so the peer is asked for
+  a sign of life first.
+* One write of any size is fine (512 MiB was tried): large pieces need no splitting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from packaging.version import Version
+
+from server.transfer.engines.base import (
+    EngineClosed,
+    PieceStatus,
+    RegistrationFailed,
+    SubmitFailed,
+    Ticket,
+    TransportMisconfigured,
+    TransportUnavailable,
+)
+
+log = logging.getLogger(__name__)
+
+WHEELS = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
+MIN_VERSION = "0.3.12.post1"
+"""Before it, a TCP write was reported done before it was applied."""
+ACKNOWLEDGED_TCP_PROTOCOL = 2
+"""The first TCP framing in which the receiver acknowledges an applied write."""
+
+PEER_ANSWER_TIMEOUT_S = 2.0
+"""How long a peer's RPC port may take to describe its memory; a live peer takes about 10 ms."""
+MAX_DESCRIPTION_NBYTES = 1 << 20
+
+MetaRequest = Literal[1]
+_DESCRIBE: MetaRequest = 1
+
+_initialize_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """The installed build of Mooncake."""
+
+    name: str
+    version: str
+
+
+@dataclass(frozen=True)
+class SegmentDescription:
+    """What an engine says of itself on its RPC port."""
+
+    protocol: str
+    tcp_protocol_version: int
+    data_port: int
+    regions: tuple[tuple[int, int], ...]
+    """Registered memory as (address, bytes)."""
+
+    def contains(self, address: int, nbytes: int) -> bool:
+        return any(start <= address and address + nbytes <= start + length for start, length in self.regions)
+
+
+def installed_wheel() -> Wheel:
+    """The one installed Mooncake wheel. Raises :class:`TransportUnavailable` for none, both, or one that is too old."""
+    found = []
+    for name in WHEELS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(Wheel(name, importlib.metadata.version(name)))
+    if not found:
+        raise TransportUnavailable(
+            f"Mooncake is not installed: pip install '{WHEELS[1]}>={MIN_VERSION}' ({WHEELS[0]} for CUDA)"
+        )
+    if len(found) > 1:
+        raise TransportUnavailable(
+            f"{WHEELS[0]} and {WHEELS[1]} are both installed and overwrite each other's files: uninstall both, then install one"
+        )
+    wheel = found[0]
+    if Version(wheel.version) < Version(MIN_VERSION):
+        raise TransportUnavailable(
+            f"{wheel.name} {wheel.version} reports writes done before they are applied: install >= {MIN_VERSION}"
+        )
+    return wheel
+
+
+def _load_engine_class() -> Any:
+    """Mooncake's ``TransferEngine`` class (the wheel carries no type information, hence ``Any``)."""
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    try:
+        from mooncake.engine import TransferEngine
+    except ImportError as error:
+        if ".so" not in str(error):
+            raise TransportUnavailable(f"Mooncake cannot be imported: {error}") from error
+        raise TransportUnavailable(
+            f"Mooncake needs a system library that is missing ({error}): apt-get install libibverbs1 libnuma1 libcurl4"
+        ) from error
+    return TransferEngine
+
+
+@contextlib.contextmanager
+def _force_tcp(forced: bool) -> Iterator[None]:
+    """``MC_FORCE_TCP`` for the time of one ``initialize``: it alone chooses the transport, and only there."""
+    before = os.environ.get("MC_FORCE_TCP")
+    if forced:
+        os.environ["MC_FORCE_TCP"] = "1"
+    try:
+        yield
+    finally:
+        if forced and before is None:
+            del os.environ["MC_FORCE_TCP"]
+
+
+def describe_segment(session: str, timeout_s: float = PEER_ANSWER_TIMEOUT_S) -> SegmentDescription:
+    """Ask the engine at ``session`` what it is and which memory it has registered (Mooncake's own metadata request).
+
+    Raises :class:`OSError` if it does not answer in time and :class:`ValueError` if the answer is not understood.
+    """
+    host, port = session.rsplit(":", 1)
+    deadline = time.monotonic() + timeout_s
+    with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
+        request = bytes([_DESCRIBE]) + b"{}"
+        connection.sendall(struct.pack("<Q", len(request)) + request)
+        (length,) = struct.unpack("<Q", _receive(connection, 8, deadline))
+        if not 1 < length <= MAX_DESCRIPTION_NBYTES:
+            raise ValueError(
+                f"{session} announced a description of {length} bytes (1 .. {MAX_DESCRIPTION_NBYTES} are read)"
+            )
+        answer = _receive(connection, length, deadline)
+    try:
+        fields = json.loads(answer[1:])
+        return SegmentDescription(
+            protocol=str(fields["protocol"]),
+            tcp_protocol_version=int(fields.get("tcp_proto_version", 1)),
+            data_port=int(fields.get("tcp_data_port", 0)),
+            regions=tuple((int(buffer["addr"]), int(buffer["length"])) for buffer in fields.get("buffers") or ()),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{session} described itself in an unknown form: {answer[:200]!r}") from error
+
+
+def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
+    received = bytearray()
+    while len(received) < nbytes:
+        connection.settimeout(max(1e-3, deadline - time.monotonic()))
+        block = connection.recv(nbytes - len(received))
+        if not block:
+            raise ConnectionError(f"connection closed after {len(received)} of {nbytes} bytes")
+        received += block
+    return bytes(received)
+
+
+@dataclass(frozen=True)
+class _Write:
+    session: str
+    dst: int
+    nbytes: int
+
+
+class MooncakeEngine:
+    """One Mooncake ``TransferEngine``. A new incarnation of a peer needs a new one: what it knows of a session is never refreshed.
+
+    Both its ports listen on every interface whatever ``host`` is, and writes are not authenticated: the network must be trusted.
+    """
+
+    kind = "mooncake"
+
+    def __init__(self, host: str = "127.0.0.1", *, transport: Literal["tcp", "auto"] = "auto") -> None:
+        """``host`` is the name under which peers reach this process; ``auto`` takes RDMA if there is a card, else TCP.
+
+        Raises :class:`TransportUnavailable` or :class:`TransportMisconfigured`.
+        """
+        if os.environ.get("MC_TCP_PROTO") == "1":
+            raise TransportMisconfigured(
+                "MC_TCP_PROTO=1 turns off the acknowledgement that a write was applied: unset it"
+            )
+        self.wheel = installed_wheel()
+        self.version = f"{self.wheel.version} ({self.wheel.name})"
+        engine = _load_engine_class()()
+        with _initialize_lock, _force_tcp(transport == "tcp"):
+            code = engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
+        if code != 0:
+            raise TransportMisconfigured(
+                f"Mooncake could not start on host {host!r} (code {code}); MC_LOG_LEVEL=INFO says why"
+            )
+        self._engine = engine
+        self.session = f"{host}:{engine.get_rpc_port()}"
+        self._rpc_port: int = engine.get_rpc_port()
+        self.transport = self._transport_in_use()
+        self._peers: dict[str, SegmentDescription] = {}
+        self._writes: dict[Ticket, _Write] = {}
+        self._silent_until: dict[str, float] = {}
+        if transport == "tcp" and self.transport != "tcp":
+            raise TransportMisconfigured(f"TCP was asked for, but Mooncake uses {self.transport}")
+
+    def _transport_in_use(self) -> str:
+        try:
+            own = describe_segment(f"127.0.0.1:{self._rpc_port}")
+        except (OSError, ValueError) as error:
+            log.warning("Mooncake does not say which transport it uses: %s", error)
+            return "unknown"
+        if own.protocol == "tcp" and own.tcp_protocol_version < ACKNOWLEDGED_TCP_PROTOCOL:
+            raise TransportUnavailable("this Mooncake build does not acknowledge applied writes over TCP")
+        return own.protocol
+
+    def register(self, ptr: int, nbytes: int) -> None:
+        code = self._open_engine().register_memory(ptr, nbytes)
+        if code != 0:
+            raise RegistrationFailed(
+                f"Mooncake refused to register {nbytes} bytes at {ptr:#x} (code {code}; -7 = overlap, -1 = empty)"
+            )
+
+    def unregister(self, ptr: int) -> None:
+        code = self._open_engine().unregister_memory(ptr)
+        if code != 0:
+            raise RegistrationFailed(f"Mooncake refused to unregister the region at {ptr:#x} (code {code})")
+
+    def submit(self, session: str, src: int, dst: int, nbytes: int) -> Ticket:
+        engine = self._open_engine()
+        if nbytes <= 0:
+            raise SubmitFailed(f"a piece has at least one byte, not {nbytes}")
+        if session not in self._peers:
+            self._peers[session] = self._meet(session)
+        ticket = Ticket(engine.transfer_submit_write(session, src, dst, nbytes))
+        if ticket == 0:
+            raise SubmitFailed(f"Mooncake did not take a write of {nbytes} bytes to {session}")
+        self._writes[ticket] = _Write(session, dst, nbytes)
+        return ticket
+
+    def poll(self, ticket: Ticket) -> PieceStatus:
+        code = self._open_engine().transfer_check_status(ticket)
+        if code == 0:
+            return PieceStatus.RUNNING
+        write = self._writes.pop(ticket)
+        if code == 1:
+            return PieceStatus.APPLIED
+        if code == -1 and self._was_refused(write):
+            return PieceStatus.REFUSED
+        return PieceStatus.UNKNOWN
+
+    def close(self) -> None:
+        """End the engine; when this returns no peer's write lands through it any more.
+
+        Mooncake's destructor holds the interpreter lock while it joins a thread that sleeps in ``accept`` for up to a second. A
+        connection that another process closes 30 ms from now wakes that thread, so the stall is 30 ms and not a second.
+        """
+        if self._engine is None:
+            return
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", self._rpc_port), timeout=0.5) as waker,
+        ):
+            subprocess.Popen(
+                ["sleep", "0.03"], stdin=subprocess.DEVNULL, stdout=waker.fileno(), stderr=subprocess.DEVNULL
+            )
+        self._engine = None
+        self._writes.clear()
+
+    def _open_engine(self) -> Any:
+        if self._engine is None:
+            raise EngineClosed("the Mooncake engine is closed")
+        return self._engine
+
+    def _meet(self, session: str) -> SegmentDescription:
+        try:
+            peer = describe_segment(session)
+        except (OSError, ValueError) as error:
+            raise SubmitFailed(f"the Mooncake engine at {session} does not answer: {error}") from error
+        if peer.protocol == "tcp" and peer.tcp_protocol_version < ACKNOWLEDGED_TCP_PROTOCOL:
+            raise SubmitFailed(
+                f"the Mooncake engine at {session} does not acknowledge applied writes: it needs >= {MIN_VERSION}"
+            )
+        return peer
+
+    def _was_refused(self, write: _Write) -> bool:
+        """Whether a failed write can only have been turned away, because its target is no registered memory of a live peer."""
+        if self.transport != "tcp" or time.monotonic() < self._silent_until.get(write.session, 0.0):
+            return False
+        try:
+            peer = describe_segment(write.session)
+        except (OSError, ValueError):
+            self._silent_until[write.session] = time.monotonic() + PEER_ANSWER_TIMEOUT_S
+            return False
+        is_same_process = peer.data_port == self._peers[write.session].data_port
+        return is_same_process and not peer.contains(write.dst, write.nbytes)

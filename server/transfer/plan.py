@@ -1,0 +1,179 @@
+"""The copy plan: which bytes of the prefill node's arena go where in the decode node's, paired by logical position.
+
+Each side has its own rings, pages and slots; only logical rows (compressed entries, token positions) are shared. Pieces that are
+neighbours on both sides are merged, so a full page is one piece, and so is a run of pages that are adjacent on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from server.cache.layout import ArenaLayout, Placement
+from server.cache.live import live_positions
+from server.cache.specs import LayoutError, Scope
+from server.transfer.protocol import Sent
+
+
+@dataclass(frozen=True)
+class Copy:
+    """``nbytes`` from byte ``src`` of the source arena to byte ``dst`` of the target arena. ``component`` names it in errors."""
+
+    component: str
+    src: int
+    dst: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Logical rows ``start .. stop - 1`` of one component, ``nbytes`` in all."""
+
+    component: str
+    start: int
+    stop: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Push:
+    """One batch: its copies, and which rows they cover. ``rows`` may be empty for a component (``start == stop``)."""
+
+    copies: tuple[Copy, ...]
+    rows: tuple[Rows, ...]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One process's arena and where the request lies in it."""
+
+    layout: ArenaLayout
+    placement: Placement
+
+
+class CopyPlan:
+    """How one request's live state gets from ``source`` to ``target`` after a prompt of ``n`` tokens.
+
+    ``components`` are the names to copy. Raises :class:`LayoutError` for a placement that cannot hold them.
+    """
+
+    def __init__(self, source: Side, target: Side, n: int, components: Sequence[str]) -> None:
+        if source.layout.page_size != target.layout.page_size:
+            raise LayoutError(f"page size {source.layout.page_size} cannot be copied to {target.layout.page_size}")
+        self._source, self._target, self._n = source, target, n
+        self._live = live_positions(n, source.layout.window, components)
+        for name, rows in self._live.items():
+            for side in (source, target):
+                _check_holds(side, name, rows)
+
+    def full_pages(self, first: int, last: int) -> Push:
+        """The pages ``first .. last - 1`` of the request, each completely filled by the prompt: whole page blocks."""
+        page_size = self._source.layout.page_size
+        if not 0 <= first <= last <= self._n // page_size:
+            raise LayoutError(f"pages {first} .. {last} of a prompt of {self._n} tokens are not full pages")
+        names = self._page_names()
+        spans = {name: self._entries_of_pages(name, first, last) for name in names}
+        by_page = (self._segment_of_page(name, page) for page in range(first, last) for name in names)
+        return self._push(by_page, spans)
+
+    def tail(self, pages_sent: int) -> Push:
+        """Everything after the first ``pages_sent`` pages: remaining pages, the part-filled one, rings and the hand-off row."""
+        page_names = self._page_names()
+        spans = {
+            name: self._entries_of_pages(name, pages_sent, len(self._source.placement.pages)) if name in page_names else rows
+            for name, rows in self._live.items()
+        }
+        n_pages = -(-self._n // self._source.layout.page_size)
+        segments = [self._segment_of_page(name, page) for page in range(pages_sent, n_pages) for name in page_names]
+        segments += [(name, span) for name, span in spans.items() if name not in page_names]
+        return self._push(segments, spans)
+
+    def _page_names(self) -> list[str]:
+        """The page components of the plan, in their order inside a page block."""
+        return [c.name for c in self._source.layout.page_components if c.name in self._live]
+
+    def _entries_of_pages(self, name: str, first: int, last: int) -> range:
+        """Live entries of a page component on pages ``first .. last - 1``."""
+        per_page, live = self._source.layout.component(name).rows, self._live[name]
+        start = min(first * per_page, live.stop)
+        return range(start, max(start, min(last * per_page, live.stop)))
+
+    def _segment_of_page(self, name: str, page: int) -> tuple[str, range]:
+        return name, self._entries_of_pages(name, page, page + 1)
+
+    def _push(self, segments: Iterable[tuple[str, range]], spans: dict[str, range]) -> Push:
+        copies = _merge(copy for name, rows in segments for copy in self._copies(name, rows))
+        row_nbytes = {name: self._source.layout.component(name).row_nbytes for name in spans}
+        covered = tuple(Rows(name, s.start, s.stop, len(s) * row_nbytes[name]) for name, s in spans.items())
+        return Push(tuple(copies), covered)
+
+    def _copies(self, name: str, rows: range) -> Iterator[Copy]:
+        """``rows`` cut wherever either side's ring wraps or page ends."""
+        source, target = self._source.layout.component(name), self._target.layout.component(name)
+        start = rows.start
+        while start < rows.stop:
+            stop = min(rows.stop, start + source.rows - start % source.rows, start + target.rows - start % target.rows)
+            yield Copy(
+                name,
+                self._source.layout.row_offset(name, self._source.placement, start),
+                self._target.layout.row_offset(name, self._target.placement, start),
+                (stop - start) * source.row_nbytes,
+            )
+            start = stop
+
+
+def _check_holds(side: Side, name: str, rows: range) -> None:
+    """A ring at least as long as the live rows, item ids inside the arena, enough pages."""
+    component, placement = side.layout.component(name), side.placement
+    items = (placement.slot,) if component.scope is Scope.SLOT else placement.pages
+    if len(set(items)) != len(items) or not all(1 <= item < component.items for item in items):
+        raise LayoutError(f"{name}: items {items} are not distinct ids in 1 .. {component.items - 1}")
+    held = component.rows if component.scope is Scope.SLOT else component.rows * len(placement.pages)
+    needed = len(rows) if component.scope is Scope.SLOT else rows.stop
+    if needed > held:
+        raise LayoutError(f"{name}: {needed} live rows do not fit into {held}")
+
+
+def _merge(copies: Iterable[Copy]) -> list[Copy]:
+    """Joins copies that follow each other on both sides; the order is kept."""
+    merged: list[Copy] = []
+    for copy in copies:
+        last = merged[-1] if merged else None
+        if last is not None and last.src + last.nbytes == copy.src and last.dst + last.nbytes == copy.dst:
+            name = last.component if last.component == copy.component else "pages"
+            merged[-1] = Copy(name, last.src, last.dst, last.nbytes + copy.nbytes)
+        else:
+            merged.append(copy)
+    return merged
+
+
+@dataclass(frozen=True)
+class CoverageError:
+    """The first component whose claim is not exactly its live rows."""
+
+    component: str
+    reason: str
+
+
+def check_coverage(sent: Sequence[Sent], layout: ArenaLayout, n: int, components: Sequence[str]) -> CoverageError | None:
+    """Whether a ``Done`` covers every live row of every component in ``components`` exactly once, with the right byte count.
+
+    The receiver's own ``layout`` and live ranges decide, never the sender's numbers.
+    """
+    claims: dict[str, Sent] = {}
+    for claim in sent:
+        if claim.component in claims:
+            return CoverageError(claim.component, "is claimed twice")
+        claims[claim.component] = claim
+    live, nbytes = live_positions(n, layout.window, components), layout.live_nbytes(n)
+    for name, rows in live.items():
+        found = claims.pop(name, None)
+        if found is None:
+            return CoverageError(name, "is not in Done")
+        if (found.start, found.stop) != (rows.start, rows.stop) and (len(rows) or found.start != found.stop):
+            return CoverageError(name, f"rows {found.start} .. {found.stop} were sent, {rows.start} .. {rows.stop} are live")
+        if found.nbytes != nbytes[name]:
+            return CoverageError(name, f"{found.nbytes} bytes were sent, {nbytes[name]} are live")
+    if claims:
+        return CoverageError(next(iter(claims)), "was sent but not asked for")
+    return None

@@ -1,0 +1,298 @@
+"""The PD control protocol: one struct per message, msgpack on the wire, and the only encoder and decoder.
+
+A frame is ``b"PD" + version byte + msgpack map``; the map's ``type`` names the message. Unknown types and fields, wrong types
+and values out of range are refused, as are frames over the size caps. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from server.transfer.manifest import PROTOCOL_VERSION, Count, Incarnation, Manifest, Name, ShortText
+
+MAX_FRAME_NBYTES = 8 << 20
+"""Cap of a ``Reserve`` (a prompt of a million tokens is 4 MiB)."""
+MAX_SMALL_FRAME_NBYTES = 256 << 10
+"""Cap of every other message."""
+MAX_ROOM = 2**63 - 1
+PROBE_BLOCK_NBYTES = 1024
+"""Bytes that one readiness probe writes."""
+
+_MAGIC = b"PD"
+_HEADER_NBYTES = 3
+
+RoomId = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
+Reason = Annotated[str, Meta(max_length=1000)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
+ItemIds = Annotated[tuple[Annotated[int, Meta(ge=1, le=2**31 - 1)], ...], Meta(max_length=1 << 17)]
+
+
+class ProtocolError(Exception):
+    """A frame that is not a message of this protocol. ``kind`` is a short stable word for the counters."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class VersionMismatch(ProtocolError):
+    """A frame of this protocol in another version, ``theirs``."""
+
+    def __init__(self, theirs: int) -> None:
+        super().__init__("version", f"protocol_version differs: ours {PROTOCOL_VERSION}, theirs {theirs}")
+        self.theirs = theirs
+
+
+class Writes(enum.StrEnum):
+    """What is known about a room's writes into the decode node's memory."""
+
+    SETTLING = "settling"
+    """Some may still land; ``Quiesced`` follows when none can."""
+    UNKNOWN = "unknown"
+    """At least one piece timed out or lost its connection: only a fence makes the memory safe again."""
+
+
+class RemotePhase(enum.StrEnum):
+    """What the prefill node is doing with a room."""
+
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    TRANSFER = "transfer"
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """Base of every message; the class name is its ``type`` on the wire."""
+
+
+class Register(Message, tag="Register"):
+    """D -> P, first message of a connection and again after every reconnect: ``manifest`` describes D and its session for this P."""
+
+    manifest: Manifest
+
+
+class Registered(Message, tag="Registered"):
+    """P -> D: accepted. ``manifest`` describes P; ``http`` is the ``host:port`` of its HTTP API, for the response header."""
+
+    manifest: Manifest
+    http: ShortText
+
+
+class Refused(Message, tag="Refused"):
+    """P -> D: not accepted. ``field`` differs; ``ours`` is P's value and ``theirs`` D's."""
+
+    field: ShortText
+    ours: Reason
+    theirs: Reason
+
+
+class Ping(Message, tag="Ping"):
+    """D -> P every second. ``decode`` and ``session`` say which registration D believes in."""
+
+    decode: Incarnation
+    session: ShortText
+
+
+class Pong(Message, tag="Pong"):
+    """P -> D, the answer to ``Ping``. ``prefill`` is P's incarnation; ``registered`` is whether P knows the registration."""
+
+    prefill: Incarnation
+    registered: bool
+
+
+class PeerMessage(Message):
+    """Base of what is said inside a registration: ``prefill`` and ``decode`` are the two incarnations it is meant for."""
+
+    prefill: Incarnation
+    decode: Incarnation
+
+
+class Probe(PeerMessage, tag="Probe"):
+    """D -> P: write :data:`PROBE_BLOCK_NBYTES` random bytes at ``offset`` of D's probe region and answer with the same ``nonce``."""
+
+    nonce: Count
+    offset: Annotated[int, Meta(ge=0, le=4096 - PROBE_BLOCK_NBYTES)]
+
+
+class ProbeDone(PeerMessage, tag="ProbeDone"):
+    """P -> D: the probe write ended. ``reason`` is empty if it was applied; ``digest`` is xxh3_64 of the bytes written."""
+
+    nonce: Count
+    digest: int
+    reason: Reason
+
+
+class RoomMessage(PeerMessage):
+    """Base of everything about one request: ``room`` names the request, ``epoch`` D's reservation attempt for it."""
+
+    room: RoomId
+    epoch: RoomId
+
+
+class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All sampling parameters of a request, field for field those of ``SamplingParams``: P chooses the first token with them."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    temperature: Annotated[float, Meta(ge=0.0, le=1e6)]
+    top_p: Annotated[float, Meta(ge=0.0, le=1.0)]
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None
+    stop: Annotated[tuple[Annotated[str, Meta(max_length=4096)], ...], Meta(max_length=64)]
+    stop_token_ids: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...], Meta(max_length=1024)]
+    ignore_eos: bool
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None
+
+
+class RoomRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The work itself: ``request_id`` for the logs, ``prompt`` as raw little-endian int32 ids, and how to sample."""
+
+    request_id: ShortText
+    prompt: Annotated[bytes, Meta(min_length=4, max_length=MAX_FRAME_NBYTES)]
+    sampling: Sampling
+
+
+class Reserve(RoomMessage, tag="Reserve"):
+    """D -> P: compute this prompt and write its state here.
+
+    ``slot`` and ``pages`` are D's memory, page ``j`` for positions ``j * page_size ..``, just enough for the prompt. ``components``
+    are the names D wants. ``silence_s``: D gives the room up after this long without a sign of life.
+    """
+
+    slot: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    pages: ItemIds
+    components: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]
+    request: RoomRequest
+    silence_s: Seconds
+
+
+class Reserved(RoomMessage, tag="Reserved"):
+    """P -> D: the room is known and waits for its turn."""
+
+
+class Progress(RoomMessage, tag="Progress"):
+    """P -> D, at least every second: a sign of life. ``n_computed`` prompt tokens are done."""
+
+    phase: RemotePhase
+    n_computed: Count
+
+
+class Sent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was written of one component: logical rows ``start .. stop - 1`` (entries or positions), ``nbytes``, xxh3_64 ``digest``.
+
+    ``start == stop`` declares a component empty. The digest is over the live rows in P's memory, ascending.
+    """
+
+    component: Name
+    start: Count
+    stop: Count
+    nbytes: Count
+    digest: int
+
+
+class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where P's time went, in seconds."""
+
+    queued_s: Seconds
+    prefill_s: Seconds
+    digest_s: Seconds
+    transfer_s: Seconds
+
+
+class Done(RoomMessage, tag="Done"):
+    """P -> D, only after every piece ended applied, and again until answered. ``n`` prompt tokens, ``sent`` one entry per component."""
+
+    n: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    sent: Annotated[tuple[Sent, ...], Meta(min_length=1, max_length=64)]
+    pieces: Count
+    timings: Timings
+
+
+class Committed(RoomMessage, tag="Committed"):
+    """D -> P, the answer to ``Done``: everything agrees, D goes on; P may forget the room."""
+
+
+class Rejected(RoomMessage, tag="Rejected"):
+    """D -> P, the other answer to ``Done``: ``component`` (or empty) is not what it must be. An ``Abort`` follows."""
+
+    component: Annotated[str, Meta(max_length=64)]
+    reason: Reason
+
+
+class Failed(RoomMessage, tag="Failed"):
+    """P -> D, at once and again until D's ``Abort``: the room is over. ``status`` is the HTTP status for the client.
+
+    ``component`` names the state at fault, or is empty. ``writes`` says what D may still expect to land in its memory.
+    """
+
+    code: Name
+    reason: Reason
+    status: Annotated[int, Meta(ge=400, le=599)]
+    component: Annotated[str, Meta(max_length=64)]
+    writes: Writes
+
+
+class Abort(RoomMessage, tag="Abort"):
+    """D -> P, again until answered: the room is over. Answered by ``Quiesced``, or by ``Failed`` with writes ``unknown``."""
+
+    reason: Reason
+
+
+class Quiesced(RoomMessage, tag="Quiesced"):
+    """P -> D: no write of this room is or will be under way, so D may use its memory again."""
+
+
+FromDecode = Register | Ping | Probe | Reserve | Committed | Rejected | Abort
+FromPrefill = Registered | Refused | Pong | ProbeDone | Reserved | Progress | Done | Failed | Quiesced
+AnyMessage = FromDecode | FromPrefill
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """A message as one frame. Raises :class:`ProtocolError` (``oversize``) if it is over its cap."""
+    frame = _MAGIC + bytes((PROTOCOL_VERSION,)) + _encoder.encode(message)
+    cap = MAX_FRAME_NBYTES if isinstance(message, Reserve) else MAX_SMALL_FRAME_NBYTES
+    if len(frame) > cap:
+        raise ProtocolError("oversize", f"{type(message).__name__} of {len(frame)} bytes is over the cap of {cap}")
+    return frame
+
+
+def decode(frame: bytes) -> AnyMessage:
+    """One frame as a message. Raises :class:`ProtocolError`: kinds ``oversize``, ``garbage``, ``version``, ``malformed``."""
+    if len(frame) > MAX_FRAME_NBYTES:
+        raise ProtocolError("oversize", f"a frame of {len(frame)} bytes is over the cap of {MAX_FRAME_NBYTES}")
+    if len(frame) <= _HEADER_NBYTES or frame[:2] != _MAGIC:
+        raise ProtocolError("garbage", f"a frame of {len(frame)} bytes does not start with {_MAGIC!r}")
+    if frame[2] != PROTOCOL_VERSION:
+        raise VersionMismatch(frame[2])
+    try:
+        message: AnyMessage = _decoder.decode(memoryview(frame)[_HEADER_NBYTES:])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError("malformed", f"a frame of {len(frame)} bytes is no message: {error}") from error
+    if len(frame) > MAX_SMALL_FRAME_NBYTES and not isinstance(message, Reserve):
+        raise ProtocolError("oversize", f"{type(message).__name__} of {len(frame)} bytes is over {MAX_SMALL_FRAME_NBYTES}")
+    return message
+
+
+def pack_tokens(ids: Sequence[int]) -> bytes:
+    """Token ids as raw little-endian int32."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack_tokens(data: bytes) -> tuple[int, ...]:
+    """The inverse of :func:`pack_tokens`. Raises :class:`ProtocolError` if ``data`` is no whole number of ids."""
+    if len(data) % 4:
+        raise ProtocolError("malformed", f"{len(data)} bytes are no int32 token ids")
+    return tuple(np.frombuffer(data, dtype="<i4").tolist())
+
+
+def clip(reason: str) -> str:
+    """A reason string cut to what the wire carries."""
+    return reason if len(reason) <= 1000 else reason[:997] + "..."
