@@ -22,7 +22,7 @@ class PairFailed(Exception):
 
 
 class StopRequested(BaseException):
-    """A stop signal came; raised in the main thread wherever it is. No ``Exception``: nothing may take it for an error."""
+    """A stop signal came. Raised in the main thread; no ``Exception``, so that nothing takes it for an error."""
 
 
 class StopSignals:

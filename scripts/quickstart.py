@@ -112,10 +112,14 @@ def ask(client: httpx.Client, decode_url: str, prompt: str) -> Proof:
                     print(choice["text"], end="", flush=True)
     print()
     after = transfer_bytes(client, decode_url)
+    prefill = response.headers.get("x-pd-prefill")
+    nbytes = {name: n - before.get(name, 0) for name, n in after.items()}
+    if prefill in (None, "local") or not any(nbytes.values()):
+        raise PairFailed(f"no proof: x-pd-prefill is {prefill}, bytes moved by component: {nbytes}")
     return Proof(
-        prefill=response.headers.get("x-pd-prefill", "(not named)"),
+        prefill=prefill,
         room=response.headers.get("x-pd-room", "(not named)"),
-        nbytes={name: n - before.get(name, 0) for name, n in after.items()},
+        nbytes=nbytes,
         ttft_s=ttft_s if ttft_s is not None else time.perf_counter() - started,
         prompt_tokens=usage.get("prompt_tokens", 0),
     )

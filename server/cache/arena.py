@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from server.cache.layout import PROBE_NBYTES, ArenaLayout, Placement, Run
@@ -62,7 +64,8 @@ class Arena:
 
     def memory(self, run: Run) -> memoryview:
         """The bytes of one run; on a CPU arena without a copy."""
-        return memoryview(self.buffer[run.offset : run.offset + run.nbytes].cpu().numpy())
+        part: npt.NDArray[np.uint8] = self.buffer[run.offset : run.offset + run.nbytes].cpu().numpy()
+        return part.data
 
     def write(self, run: Run, data: bytes) -> None:
         """Overwrites one run (the hand-off row, the probe region)."""

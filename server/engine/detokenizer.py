@@ -10,7 +10,7 @@ REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 8
 _STALLED_TOKENS = 12
 """A character is at most 4 bytes and so at most 4 tokens: text that is open for longer than this is not UTF-8."""
-_MAX_SILENT_TOKENS = 32
+_MAX_SILENT_TOKENS = 16
 """How many tokens without any text (special ones) may pile up before the text in front of them is forgotten."""
 
 

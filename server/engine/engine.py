@@ -82,7 +82,8 @@ class Engine(threading.Thread):
         try:
             while not self._stopping:
                 self._take_commands()
-                self._step()
+                if not self._stopping:
+                    self._step()
         except Exception as error:
             log.exception("engine thread died")
             self._on_event(Died(f"{type(error).__name__}: {error}"))
@@ -135,7 +136,8 @@ class Engine(threading.Thread):
     def _decode(self, running: Sequence[Running]) -> None:
         output = self._guarded(running, lambda: self._runner.forward([s.segment(1) for s in running]))
         if output is None:
-            return self._one_by_one(running, lambda s: self._decode([s]))
+            self._one_by_one(running, lambda s: self._decode([s]))
+            return
         for sequence in running:
             sequence.n_computed += 1
         for sequence, choice in zip(running, self._sample(running, output.logits), strict=True):
@@ -150,7 +152,8 @@ class Engine(threading.Thread):
         )
         if output is None:
             parts = {id(chunk.sequence): chunk for chunk in chunks}
-            return self._one_by_one(sequences, lambda s: self._prefill([parts[id(s)]]))
+            self._one_by_one(sequences, lambda s: self._prefill([parts[id(s)]]))
+            return
         self._runner.synchronize()
         elapsed = time.perf_counter() - started
         done = [(i, chunk.sequence) for i, chunk in enumerate(chunks) if chunk.completes]

@@ -207,7 +207,7 @@ def _check_unicode(text: str) -> None:
 def _template_call_arguments() -> frozenset[str]:
     parameters = inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters.values()
     named = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
-    return frozenset(named | {"messages"})
+    return frozenset(named)
 
 
 @lru_cache(maxsize=1)

@@ -1,17 +1,17 @@
-"""DeepSeek-V4 attention: one shared K=V row per token, a sliding window plus compressed entries, sinks, grouped
-output.
-"""
+"""Attention: one shared K=V row per token, a sliding window plus compressed entries, sinks, grouped output."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from server.model.batch import Batch, CompressedView
-from server.model.compressor import ENTRY_BLOCK, Compressor, Indexer, all_entries, locate
+from server.model.batch import ENTRY_BLOCK, Batch, CompressedView, EntryTable
+from server.model.compressor import Compressor, Indexer
 from server.model.config import CSA, HCA, SLIDING, ModelConfig
-from server.model.layers import Linear, RMSNorm, matmul_rows, unit_rms
-from server.model.pools import PagePool, Pools
+from server.model.layers import Linear, RMSNorm, grouped_matmul_rows, unit_rms
+from server.model.pools import Pools
 from server.model.rope import Rotation
 
 _QUERY_ROWS = 64
@@ -52,46 +52,54 @@ class Attention(nn.Module):
         """``x`` ``[rows, D]`` (normed) -> ``[rows, D]``; reads the pools' past and writes these rows' state."""
         rotation = rope.main if self.ratio == SLIDING else rope.compress
         qr = self.q_norm(self.wq_a(x))
-        q = self.wq_b(qr).view(-1, self.heads, self.head_dim)
-        q = rotation.apply_(unit_rms(q.float(), self.eps).to(q.dtype))
+        q = rotation.apply_(unit_rms(self.wq_b(qr).view(-1, self.heads, self.head_dim), self.eps))
         kv = rotation.apply_(self.kv_norm(self.wkv(x)))
 
         ring = pools.ring[self.swa]
         window = ring.gather(self.layer_id, batch.window, kv)
         ring.write(self.layer_id, batch.swa_write, kv)
-        compressed, pool = self._compressed_picks(x, qr, batch, pools, rope)
+        entries = self._compress(x, qr, batch, pools, rope)
 
-        out = torch.cat([
-            self._attend(q[i : i + _QUERY_ROWS], _candidates(i, window, compressed, batch, pool, self.layer_id))
-            for i in range(0, q.shape[0], _QUERY_ROWS)
-        ])  # fmt: skip
+        parts = []
+        for start in range(0, q.shape[0], _QUERY_ROWS):
+            rows = slice(start, start + _QUERY_ROWS)
+            blocks = [(window[rows], batch.window_mask[rows]), *self._entry_blocks(rows, entries, pools)]
+            parts.append(self._attend(q[rows], blocks))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._project(rotation.apply_(out.to(x.dtype), inverse=True))
 
-    def _compressed_picks(
+    def _compress(
         self, x: torch.Tensor, qr: torch.Tensor, batch: Batch, pools: Pools, rope: RopeSet
-    ) -> tuple[torch.Tensor | None, PagePool | None]:
-        """Stores what these rows close, then says which entries each row reads: ``[rows, k]``, -1 for none."""
+    ) -> EntryTable | None:
+        """Stores what these rows close, then says which compressed entries each row reads."""
         view = self._view(batch)
         if view is None or self.compressor is None:
-            return None, None
+            return None
         closing = rope.closing(view)
         self.compressor(x, view, pools, closing)
-        pool = pools.page[self.compressor.entries]
         if self.indexer is None:
-            return (all_entries(view), pool) if view.max_visible else (None, None)
+            return view.entries
         self.indexer.compressor(x, view, pools, closing)
-        if not view.max_visible:
-            return None, None
-        return self.indexer(x, qr, batch, view, pools, rope.compress), pool
+        entries: EntryTable = self.indexer(x, qr, view, pools, rope.compress)
+        return entries
 
     def _view(self, batch: Batch) -> CompressedView | None:
         return {SLIDING: None, CSA: batch.csa, HCA: batch.hca}[self.ratio]
 
+    def _entry_blocks(self, rows: slice, entries: EntryTable | None, pools: Pools) -> Iterator[Candidates]:
+        """The compressed rows that query rows ``rows`` read, in entry order, in blocks of a fixed size."""
+        if entries is None or self.compressor is None:
+            return
+        pool = pools.page[self.compressor.entries]
+        for start in range(0, entries.mask.shape[1], ENTRY_BLOCK):
+            block = entries.part(rows, slice(start, start + ENTRY_BLOCK))
+            yield pool.gather(self.layer_id, block.pages, block.rows), block.mask
+
     def _attend(self, q: torch.Tensor, candidates: list[Candidates]) -> torch.Tensor:
         """Softmax over all candidate blocks plus a sink logit without a value; ``[rows, heads, head_dim]`` in fp32.
 
-        Blocks are summed one after the other: a block that is masked throughout adds exact zeros, so padding changes
-        no bit.
+        Blocks are summed one after the other: one that is masked throughout adds exact zeros, so padding changes no
+        bit.
         """
         scale = self.head_dim**-0.5
         scores = [
@@ -102,27 +110,23 @@ class Attention(nn.Module):
         for block in scores[1:]:
             top = torch.maximum(top, block.amax(-1, keepdim=True))
         denominator = (self.attn_sink[None, :, None] - top).exp()
-        out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        out = torch.zeros_like(q, dtype=torch.float32)
         for block, (rows, _) in zip(scores, candidates, strict=True):
-            weights = (block - top).exp()
+            weights = block.sub_(top).exp_()
             denominator = denominator + weights.sum(-1, keepdim=True)
             out = out + torch.bmm(weights.to(q.dtype), rows).float()
-        return out / denominator
+        return out.div_(denominator)
 
     def _project(self, out: torch.Tensor) -> torch.Tensor:
         """Grouped low-rank output: each group of heads through its own part of ``wo_a``, then all through ``wo_b``."""
-        grouped = out.reshape(out.shape[0], self.groups, -1)
-        weight = self.wo_a.weight.view(self.groups, -1, grouped.shape[-1])
-        low = torch.cat(
-            [matmul_rows(grouped[:, g].contiguous(), weight[g], self.row_tile) for g in range(self.groups)], dim=1
-        )
-        return self.wo_b(low)
+        weight = self.wo_a.weight.unflatten(0, (self.groups, -1))
+        low = grouped_matmul_rows(out.reshape(out.shape[0], self.groups, -1), weight, self.row_tile)
+        projected: torch.Tensor = self.wo_b(low)
+        return projected
 
 
 class RopeSet:
-    """The rotations of one forward: rows at main and compressed frequencies, and entries at their windows' first
-    positions.
-    """
+    """The rotations of one forward: rows at both frequencies, and closing entries at their windows' first positions."""
 
     def __init__(self, batch: Batch, main: torch.Tensor, compress: torch.Tensor) -> None:
         self.main = Rotation(batch.positions, main)
@@ -136,24 +140,3 @@ class RopeSet:
     def closing(self, view: CompressedView) -> Rotation | None:
         """The rotation of the entries that ``view`` closes, None if it closes none."""
         return self._closing.get(id(view))
-
-
-def _candidates(
-    start: int,
-    window: torch.Tensor,
-    compressed: torch.Tensor | None,
-    batch: Batch,
-    pool: PagePool | None,
-    layer_id: int,
-) -> list[Candidates]:
-    """Window rows oldest first, then compressed entries in order in fixed-size blocks, for query rows ``start ..``."""
-    rows = slice(start, start + _QUERY_ROWS)
-    blocks = [(window[rows], batch.window_mask[rows])]
-    if compressed is None or pool is None:
-        return blocks
-    entries = compressed[rows]
-    for i in range(0, entries.shape[1], ENTRY_BLOCK):
-        block = entries[:, i : i + ENTRY_BLOCK]
-        pages, page_rows = locate(pool, batch.page_table[rows], block)
-        blocks.append((pool.gather(layer_id, pages, page_rows), block >= 0))
-    return blocks

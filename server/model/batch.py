@@ -14,6 +14,9 @@ import torch
 from server.cache.layout import ArenaLayout, Placement
 from server.model.config import CSA, HCA
 
+ENTRY_BLOCK = 64
+"""Compressed entries are scored and attended in blocks of this many: fixed shapes, whatever the context length."""
+
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
@@ -40,10 +43,12 @@ class RingGather:
 
 @dataclass(frozen=True)
 class RingWrite:
-    """``ring[slot_rows] = own[own_rows]``: the last ring-length rows of each segment."""
+    """``ring[slot_rows] = own[own_rows]``: the last ring-length rows of each segment. ``own_rows`` None: the first
+    ones.
+    """
 
     slot_rows: torch.Tensor
-    own_rows: torch.Tensor
+    own_rows: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,28 @@ class EntryPlan:
 
 
 @dataclass(frozen=True)
+class EntryTable:
+    """Where a row finds compressed entries, each ``[rows, entries]``: page ids, rows in the page, and whether it sees
+    them.
+
+    As many entries as the row that sees most needs, in whole blocks. What a row does not see leads to page 0, which is
+    zero.
+    """
+
+    pages: torch.Tensor
+    rows: torch.Tensor
+    mask: torch.Tensor
+
+    def pick(self, entries: torch.Tensor, seen: torch.Tensor) -> EntryTable:
+        """The table of chosen ``entries`` ``[rows, k]``; where ``seen`` is false the choice is void."""
+        columns = entries.clamp(max=self.mask.shape[1] - 1)
+        return EntryTable(self.pages.gather(1, columns) * seen, self.rows.gather(1, columns) * seen, seen)
+
+    def part(self, rows: slice, entries: slice) -> EntryTable:
+        return EntryTable(self.pages[rows, entries], self.rows[rows, entries], self.mask[rows, entries])
+
+
+@dataclass(frozen=True)
 class CompressedView:
     """What a compressed layer kind needs: state writes, entries to close, and the entries each row may read."""
 
@@ -76,6 +103,7 @@ class CompressedView:
     visible: torch.Tensor
     """Entries each row sees, ``[rows]``."""
     max_visible: int
+    entries: EntryTable
 
 
 @dataclass(frozen=True)
@@ -91,8 +119,6 @@ class Batch:
     swa_write: RingWrite
     csa: CompressedView | None
     hca: CompressedView | None
-    page_table: torch.Tensor
-    """``[rows, pages]``: the page ids of each row's request, 0 where it has none."""
     last_rows: torch.Tensor
     """The last row of each segment."""
 
@@ -137,7 +163,6 @@ class _Builder:
             swa_write=self._ring_write("swa"),
             csa=self._compressed(CSA, "c4_kv", "c4_state_a") if "c4_kv" in names else None,
             hca=self._compressed(HCA, "c128_kv", "c128_state") if "c128_kv" in names else None,
-            page_table=self._tensor(self.page_table[self.segment]),
             last_rows=self._tensor((self.row_start + self.length - 1)[: self.n_real]),
         )
 
@@ -149,7 +174,15 @@ class _Builder:
             close=self._closing(ratio, entries, state),
             visible=self._tensor(visible),
             max_visible=int(visible.max()),
+            entries=self._entries(visible, self.layout.component(entries).rows),
         )
+
+    def _entries(self, visible: Ints, per_page: int) -> EntryTable:
+        entry = np.arange(-(-int(visible.max()) // ENTRY_BLOCK) * ENTRY_BLOCK)
+        mask = entry < visible[:, None]
+        page = np.minimum(entry // per_page, self.page_table.shape[1] - 1)
+        pages = np.where(mask, self.page_table[self.segment][:, page], 0)
+        return EntryTable(self._tensor(pages), self._tensor(np.where(mask, entry % per_page, 0)), self._tensor(mask))
 
     def _closing(self, ratio: int, entries: str, state: str) -> EntryPlan | None:
         real = slice(0, self.n_real)
@@ -201,7 +234,7 @@ class _Builder:
         ends = self.row_start + self.length
         kept = rows[rows >= ends[segment] - ring]
         slot_rows = self.slot[self.segment[kept]] * ring + self.positions[kept] % ring
-        return RingWrite(self._tensor(slot_rows), self._tensor(kept))
+        return RingWrite(self._tensor(slot_rows), None if len(kept) == self.n_rows else self._tensor(kept))
 
     def _tensor(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

@@ -1,21 +1,21 @@
-"""Compressors: pool the tokens of a window into one entry, and the indexer that picks which entries a query reads."""
+"""Compressors pool the tokens of a window into one entry; the indexer picks which entries a query reads."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from server.model.batch import Batch, CompressedView, EntryPlan
+from server.model.batch import ENTRY_BLOCK, CompressedView, EntryPlan, EntryTable
 from server.model.config import CSA, ModelConfig
 from server.model.layers import Linear, RMSNorm
-from server.model.pools import PagePool, Pools
+from server.model.pools import Pools
 from server.model.rope import Rotation
-
-ENTRY_BLOCK = 64
-"""Compressed entries are scored and attended in blocks of this many: fixed shapes, whatever the context length."""
 
 _SCORE_ROWS = 16
 """Rows whose index scores are computed at a time, to bound memory."""
+
+_END = 1 << 40
+"""Sorts behind every entry."""
 
 
 class Compressor(nn.Module):
@@ -38,16 +38,15 @@ class Compressor(nn.Module):
         self.state, self.entries = state, entries
 
     def forward(self, x: torch.Tensor, view: CompressedView, pools: Pools, rotation: Rotation | None) -> None:
-        """Adds rows ``x`` ``[rows, D]`` to the state and stores the entries they close. ``rotation`` is at the
-        entries' positions.
+        """Adds rows ``x`` ``[rows, D]`` to the state and stores the entries they close.
+
+        ``rotation`` is at the entries' positions, None if nothing closes.
         """
-        kv, score = self.wkv(x.float()), self.wgate(x.float()) + self.ape[view.phase]
+        wide = x.float()
+        kv, score = self.wkv(wide), self.wgate(wide) + self.ape[view.phase]
         if self.ratio == CSA:
-            d = self.width
-            own = {
-                f"{self.state}_a": torch.cat([kv[:, :d], score[:, :d]], dim=1),
-                f"{self.state}_b": torch.cat([kv[:, d:], score[:, d:]], dim=1),
-            }
+            halves = torch.stack([kv, score], dim=1).unflatten(2, (2, -1))
+            own = {f"{self.state}_a": halves[:, :, 0].flatten(1), f"{self.state}_b": halves[:, :, 1].flatten(1)}
         else:
             own = {self.state: torch.cat([kv, score], dim=1)}
         if view.close is not None and rotation is not None:
@@ -89,63 +88,31 @@ class Indexer(nn.Module):
         self.layer_id = layer_id
 
     def forward(
-        self, x: torch.Tensor, qr: torch.Tensor, batch: Batch, view: CompressedView, pools: Pools, rotation: Rotation
-    ) -> torch.Tensor:
-        """Picks ``[rows, k]``: entry ids in ascending order, -1 where a row sees fewer. k is a multiple of
-        :data:`ENTRY_BLOCK`.
+        self, x: torch.Tensor, qr: torch.Tensor, view: CompressedView, pools: Pools, rotation: Rotation
+    ) -> EntryTable:
+        """The entries each row reads, in ascending order, in a multiple of :data:`ENTRY_BLOCK` columns.
 
         Among equal scores the earlier entry wins, so that a pick never depends on the batch.
         """
-        n_entries = _whole_blocks(view.max_visible)
-        entries = torch.arange(n_entries, device=x.device)
-        hidden = entries >= view.visible[:, None]
         if view.max_visible <= self.top_k:
-            return entries.masked_fill(hidden, -1)
+            return view.entries
         q = rotation.apply_(self.wq_b(qr).view(-1, self.heads, self.width))
         weights = self.weights_proj(x).float() * (self.width**-0.5 * self.heads**-0.5)
-        scores = torch.cat([
-            self._score(q[i : i + _SCORE_ROWS], weights[i : i + _SCORE_ROWS], batch.page_table[i : i + _SCORE_ROWS], entries, pools)
-            for i in range(0, q.shape[0], _SCORE_ROWS)
-        ])  # fmt: skip
-        best = (
-            scores.masked_fill_(hidden, float("-inf"))
-            .sort(dim=-1, descending=True, stable=True)
-            .indices[:, : self.top_k]
-        )
-        best = best.masked_fill(best >= view.visible[:, None], n_entries).sort(dim=-1).values
-        best = nn.functional.pad(best, (0, -best.shape[1] % ENTRY_BLOCK), value=n_entries)
-        return best.masked_fill(best == n_entries, -1)
+        tiles = [slice(i, i + _SCORE_ROWS) for i in range(0, q.shape[0], _SCORE_ROWS)]
+        scores = torch.cat([self._score(q[t], weights[t], view.entries.part(t, slice(None)), pools) for t in tiles])
+        hidden = ~view.entries.mask
+        best = scores.masked_fill_(hidden, float("-inf")).sort(dim=-1, descending=True, stable=True).indices
+        best = best[:, : self.top_k]
+        best = best.masked_fill(hidden.gather(1, best), _END).sort(dim=-1).values
+        best = nn.functional.pad(best, (0, -best.shape[1] % ENTRY_BLOCK), value=_END)
+        return view.entries.pick(best, best != _END)
 
-    def _score(
-        self, q: torch.Tensor, weights: torch.Tensor, page_table: torch.Tensor, entries: torch.Tensor, pools: Pools
-    ) -> torch.Tensor:
+    def _score(self, q: torch.Tensor, weights: torch.Tensor, entries: EntryTable, pools: Pools) -> torch.Tensor:
         """``sum_h w[h] relu(q[h] . k[i])`` for one tile of rows -> ``[rows, entries]`` in fp32."""
-        pages, rows = locate(pools.page["c4_index"], page_table, entries.expand(q.shape[0], -1))
-        n_blocks = entries.shape[0] // ENTRY_BLOCK
-        keys = pools.page["c4_index"].gather(self.layer_id, pages, rows).view(-1, ENTRY_BLOCK, self.width)
+        keys = pools.page["c4_index"].gather(self.layer_id, entries.pages, entries.rows)
+        keys = keys.view(-1, ENTRY_BLOCK, self.width)
+        n_blocks = entries.mask.shape[1] // ENTRY_BLOCK
         queries = q[:, None].expand(-1, n_blocks, -1, -1).reshape(-1, self.heads, self.width)
         dots = torch.bmm(queries, keys.transpose(1, 2)).float().relu_()
         per_block = weights[:, None].expand(-1, n_blocks, -1).reshape(-1, 1, self.heads)
         return torch.bmm(per_block, dots).view(q.shape[0], -1)
-
-
-def locate(pool: PagePool, page_table: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Page ids and rows of ``entries`` ``[rows, k]``; entries below 0 or beyond a row's pages lead to page 0, which
-    is zero.
-    """
-    page = entries.div(pool.rows_per_page, rounding_mode="floor")
-    inside = (entries >= 0) & (page < page_table.shape[1])
-    pages = page_table.gather(1, page.clamp(0, page_table.shape[1] - 1)).masked_fill_(~inside, 0)
-    return pages, (entries % pool.rows_per_page).masked_fill_(~inside, 0)
-
-
-def all_entries(view: CompressedView) -> torch.Tensor:
-    """HCA reads every visible entry: ``[rows, k]`` in order, -1 where a row sees fewer, k a multiple of
-    :data:`ENTRY_BLOCK`.
-    """
-    entries = torch.arange(_whole_blocks(view.max_visible), device=view.visible.device)
-    return entries.masked_fill(entries >= view.visible[:, None], -1)
-
-
-def _whole_blocks(n: int) -> int:
-    return -(-n // ENTRY_BLOCK) * ENTRY_BLOCK

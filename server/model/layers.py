@@ -1,6 +1,4 @@
-"""The small parts every layer is made of: row-tiled linear maps, RMSNorm, and the hyper-connections between streams
-(mHC).
-"""
+"""The small parts every layer is made of: row-tiled linear maps, RMSNorm, and the hyper-connections between streams."""
 
 from __future__ import annotations
 
@@ -12,8 +10,7 @@ ROW_TILE = 16
 
 
 def matmul_rows(x: torch.Tensor, weight: torch.Tensor, row_tile: int) -> torch.Tensor:
-    """``x [rows, in] @ weight [out, in]^T``. With ``row_tile`` every GEMM has exactly that many rows, the last one
-    zero-padded.
+    """``x [rows, in] @ weight [out, in]^T``. With ``row_tile`` every GEMM has that many rows, the last one zero-padded.
 
     Different row counts make BLAS choose different kernels, which round differently; a fixed count does not.
     """
@@ -26,6 +23,15 @@ def matmul_rows(x: torch.Tensor, weight: torch.Tensor, row_tile: int) -> torch.T
     for start in range(0, padded.shape[0], row_tile):
         torch.mm(padded[start : start + row_tile], transposed, out=out[start : start + row_tile])
     return out[:rows]
+
+
+def grouped_matmul_rows(x: torch.Tensor, weight: torch.Tensor, row_tile: int) -> torch.Tensor:
+    """Block-diagonal map: ``x [rows, groups, in]``, ``weight [groups, out, in]`` -> ``[rows, groups * out]``."""
+    step = row_tile or x.shape[0]
+    maps = weight.transpose(1, 2)
+    tiles = [torch.bmm(x[i : i + step].transpose(0, 1), maps) for i in range(0, x.shape[0], step)]
+    out = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
+    return out.transpose(0, 1).flatten(1)
 
 
 class Linear(nn.Module):
@@ -49,19 +55,18 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * unit_rms(x.float(), self.eps)).to(x.dtype)
+        return nn.functional.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
 def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x / sqrt(mean(x^2) + eps)`` over the last axis."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    """``x / sqrt(mean(x^2) + eps)`` over the last axis, computed in fp32 and cast back."""
+    return nn.functional.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
 
 
 class HyperConnection(nn.Module):
     """One mHC site (attention or ffn): mixes N streams into a sublayer's input and its output back into the streams.
 
-    Keys ``hc_<site>_fn`` ``[(2 + N) N, N D]``, ``_base`` ``[(2 + N) N]``, ``_scale`` ``[3]``, held by the block that
-    owns it.
+    Keys ``hc_<site>_fn`` ``[(2 + N) N, N D]``, ``_base`` ``[(2 + N) N]``, ``_scale`` ``[3]``. All arithmetic is fp32.
     """
 
     def __init__(
@@ -74,41 +79,40 @@ class HyperConnection(nn.Module):
         self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32), requires_grad=False)
         self.n_streams, self.iterations = n_streams, iterations
         self.hc_eps, self.norm_eps, self.row_tile = hc_eps, norm_eps, row_tile
+        self._scales: torch.Tensor | None = None
 
     def collapse(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``[rows, N, D]`` -> the sublayer's input ``[rows, D]``, the output weights ``[rows, N]`` and the mixing
-        matrix ``[rows, N, N]``.
+        """Streams ``[rows, N, D]`` -> sublayer input ``[rows, D]``, output weights ``[rows, N]``, mixing ``[rows, N,
+        N]``.
         """
         n = self.n_streams
-        flat = streams.flatten(1).float()
-        # normalising after the product: the same value, one pass less over the wide vector
-        mix = matmul_rows(flat, self.fn, self.row_tile) * torch.rsqrt(
-            flat.square().mean(-1, keepdim=True) + self.norm_eps
-        )
-        pre = torch.sigmoid(mix[:, :n] * self.scale[0] + self.base[:n]) + self.hc_eps
-        post = 2 * torch.sigmoid(mix[:, n : 2 * n] * self.scale[1] + self.base[n : 2 * n])
-        comb = self._sinkhorn((mix[:, 2 * n :] * self.scale[2] + self.base[2 * n :]).view(-1, n, n))
-        x = (pre.unsqueeze(-1) * streams.float()).sum(1).to(streams.dtype)
+        wide = streams.float()
+        if self._scales is None:  # one scale for each of pre, post and comb, spread over their channels
+            self._scales = self.scale.repeat_interleave(torch.tensor([n, n, n * n], device=self.scale.device))
+        mix = matmul_rows(unit_rms(wide.flatten(1), self.norm_eps), self.fn, self.row_tile)
+        mix = torch.addcmul(self.base, mix, self._scales)
+        gates = mix[:, : 2 * n].sigmoid()
+        pre, post = gates[:, :n] + self.hc_eps, gates[:, n:] * 2
+        comb = self._sinkhorn(mix[:, 2 * n :].unflatten(1, (n, n)))
+        x = torch.bmm(pre.unsqueeze(1), wide).squeeze(1).to(streams.dtype)
         return x, post, comb
 
     def expand(self, out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
         """``new[k] = post[k] out + sum_j comb[j, k] streams[j]`` (the sum runs over the first index)."""
-        mixed = (comb.unsqueeze(-1) * streams.float().unsqueeze(2)).sum(1)
-        return (post.unsqueeze(-1) * out.float().unsqueeze(1) + mixed).to(streams.dtype)
+        written = post.unsqueeze(-1) * out.float().unsqueeze(1)
+        return torch.baddbmm(written, comb.transpose(1, 2), streams.float()).to(streams.dtype)
 
     def _sinkhorn(self, logits: torch.Tensor) -> torch.Tensor:
-        comb = logits.softmax(-1) + self.hc_eps
-        comb = comb / (comb.sum(1, keepdim=True) + self.hc_eps)
+        comb = logits.softmax(-1).add_(self.hc_eps)
+        comb.div_(comb.sum(1, keepdim=True).add_(self.hc_eps))
         for _ in range(self.iterations - 1):
-            comb = comb / (comb.sum(2, keepdim=True) + self.hc_eps)
-            comb = comb / (comb.sum(1, keepdim=True) + self.hc_eps)
+            comb.div_(comb.sum(2, keepdim=True).add_(self.hc_eps))
+            comb.div_(comb.sum(1, keepdim=True).add_(self.hc_eps))
         return comb
 
 
 class HeadCollapse(nn.Module):
-    """The streams' last collapse before the final norm: sigmoid weights only, no mixing. Keys
-    ``hc_head_{fn,base,scale}``.
-    """
+    """The streams' last collapse before the final norm: sigmoid weights only. Keys ``hc_head_{fn,base,scale}``."""
 
     def __init__(self, n_streams: int, hidden: int, hc_eps: float, norm_eps: float, row_tile: int) -> None:
         super().__init__()
@@ -119,9 +123,7 @@ class HeadCollapse(nn.Module):
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         """``[rows, N, D]`` -> ``[rows, D]``."""
-        flat = streams.flatten(1).float()
-        mix = matmul_rows(flat, self.fn, self.row_tile) * torch.rsqrt(
-            flat.square().mean(-1, keepdim=True) + self.norm_eps
-        )
+        wide = streams.float()
+        mix = matmul_rows(unit_rms(wide.flatten(1), self.norm_eps), self.fn, self.row_tile)
         weights = torch.sigmoid(mix * self.scale + self.base) + self.hc_eps
-        return (weights.unsqueeze(-1) * streams.float()).sum(1).to(streams.dtype)
+        return torch.bmm(weights.unsqueeze(1), wide).squeeze(1).to(streams.dtype)

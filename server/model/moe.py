@@ -29,7 +29,8 @@ class Expert(nn.Module):
         act = nn.functional.silu(gate) * up
         if weights is not None:
             act = act * weights
-        return self.w2(act.to(x.dtype)).float()
+        out: torch.Tensor = self.w2(act.to(x.dtype))
+        return out.float()
 
 
 class Gate(nn.Module):
@@ -76,7 +77,7 @@ class MoE(nn.Module):
 
         Experts are added in ascending order, so a row's sum does not depend on the other rows.
         """
-        out = self.shared_experts(x)
+        out: torch.Tensor = self.shared_experts(x)
         ids, weights = self.gate(x, token_ids)
         chosen = ids[:n_rows].flatten()
         order = chosen.argsort(stable=True)

@@ -25,8 +25,8 @@ class RingPool:
         return torch.cat([ring, own.to(ring.dtype)])[plan.index]
 
     def write(self, layer_id: int, plan: RingWrite, own: torch.Tensor) -> None:
-        rows = own.index_select(0, plan.own_rows).to(self._rows.dtype)
-        self._rows[:, self._layer[layer_id]].index_copy_(0, plan.slot_rows, rows)
+        rows = own[: len(plan.slot_rows)] if plan.own_rows is None else own.index_select(0, plan.own_rows)
+        self._rows[:, self._layer[layer_id]].index_copy_(0, plan.slot_rows, rows.to(self._rows.dtype))
 
 
 class PagePool:

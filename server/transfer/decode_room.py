@@ -26,7 +26,7 @@ from server.transfer.protocol import (
     Writes,
     clip,
 )
-from server.transfer.rooms import Deadlines, Failure, Forget, PeerLost, Resend, RoomKey, Send, Tick
+from server.transfer.rooms import Deadlines, Failure, Forget, GivenUp, PeerLost, Resend, RoomKey, Send, Tick
 
 
 class DecodePhase(enum.StrEnum):
@@ -64,13 +64,6 @@ class Verified:
     """The check of what arrived has ended; ``failure`` None if everything agrees."""
 
     failure: Failure | None
-
-
-@dataclass(frozen=True)
-class GivenUp:
-    """The client is gone, or the node wants the room to end."""
-
-    failure: Failure
 
 
 @dataclass(frozen=True)

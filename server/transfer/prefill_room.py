@@ -12,6 +12,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+from server.transfer.plan import Rows
 from server.transfer.protocol import (
     Abort,
     Committed,
@@ -28,7 +29,7 @@ from server.transfer.protocol import (
     Writes,
     clip,
 )
-from server.transfer.rooms import Deadlines, Failure, Forget, PeerLost, Resend, RoomKey, Send, Tick
+from server.transfer.rooms import Deadlines, Failure, Forget, GivenUp, PeerLost, Resend, RoomKey, Send, Tick
 
 
 class PrefillPhase(enum.StrEnum):
@@ -46,13 +47,6 @@ _ACTIVE = (PrefillPhase.QUEUED, PrefillPhase.PREFILL, PrefillPhase.TRANSFER, Pre
 
 
 # --- events ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Refuse:
-    """The node will not take this room at all."""
-
-    failure: Failure
 
 
 @dataclass(frozen=True)
@@ -89,28 +83,21 @@ class EngineIdle:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """Logical rows of one component that a push writes."""
-
-    component: str
-    start: int
-    stop: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Pushed:
     """The node handed a batch to the sender (``batch_id`` None: there was nothing to write). ``last`` with the tail."""
 
     batch_id: int | None
-    claims: tuple[Claim, ...]
+    rows: tuple[Rows, ...]
     n_pieces: int
     last: bool
 
 
 @dataclass(frozen=True)
 class BatchEnded:
-    """The sender is finished with a batch. ``failure`` None: every piece applied. ``quiesced``: none may still land."""
+    """The sender is finished with a batch. ``failure`` None: every piece applied.
+
+    ``quiesced``: at this moment no piece of the room, in this batch or another, may still land.
+    """
 
     batch_id: int
     failure: Failure | None
@@ -128,7 +115,7 @@ class Cleaned:
 
 
 PrefillEvent = (
-    Reserve | Abort | Committed | Rejected | Refuse | Admitted | QueueMoved | Advanced | Computed | EngineIdle | Pushed
+    Reserve | Abort | Committed | Rejected | GivenUp | Admitted | QueueMoved | Advanced | Computed | EngineIdle | Pushed
     | BatchEnded | SenderGone | Cleaned | PeerLost | Tick
 )  # fmt: skip
 
@@ -227,8 +214,8 @@ class PrefillRoom:
             case Rejected():
                 rejection = Failure("rejected", event.reason, 502, event.component)
                 return self._end(rejection, now, tell=False) if self._active else []
-            case Refuse():
-                return self._end(event.failure, now)
+            case GivenUp():
+                return self._end(event.failure, now) if self._active else []
             case Admitted():
                 self._work.engine_busy = self._work.holds_memory = True
                 self._enter(PrefillPhase.PREFILL, now)
@@ -306,16 +293,16 @@ class PrefillRoom:
             work.batches.add(pushed.batch_id)
         work.n_pieces += pushed.n_pieces
         work.tail_pushed = work.tail_pushed or pushed.last
-        for claim in pushed.claims:
-            tally = work.sent.setdefault(claim.component, _Tally(claim.start, claim.start, 0))
-            tally.stop, tally.nbytes = claim.stop, tally.nbytes + claim.nbytes
+        for rows in pushed.rows:
+            tally = work.sent.setdefault(rows.component, _Tally(rows.start, rows.start, 0))
+            tally.stop, tally.nbytes = rows.stop, tally.nbytes + rows.nbytes
         return self._finish_transfer(now)
 
     def _on_batch_ended(self, ended: BatchEnded, now: float) -> list[PrefillAction]:
         if ended.batch_id not in self._work.batches:
             return []
         self._work.batches.discard(ended.batch_id)
-        self._work.clean = self._work.clean and ended.quiesced
+        self._work.clean = ended.quiesced  # of all batches: the last result decides
         self._alive = now
         if ended.failure is not None and self._active:
             return self._end(ended.failure, now)

@@ -77,10 +77,10 @@ class Register(Message, tag="Register"):
 
 
 class Registered(Message, tag="Registered"):
-    """P -> D: accepted. ``manifest`` describes P; ``http`` is the ``host:port`` of its HTTP API, for the response header."""
+    """P -> D: accepted. ``manifest`` describes P; ``resumed`` says that this registration existed already and its rooms go on."""
 
     manifest: Manifest
-    http: ShortText
+    resumed: bool
 
 
 class Refused(Message, tag="Refused"):
@@ -99,7 +99,7 @@ class Ping(Message, tag="Ping"):
 
 
 class Pong(Message, tag="Pong"):
-    """P -> D, the answer to ``Ping``. ``prefill`` is P's incarnation; ``registered`` is whether P knows the registration."""
+    """P -> D, the answer to ``Ping``. ``prefill`` is P's incarnation; ``registered`` False asks D to register again."""
 
     prefill: Incarnation
     registered: bool

@@ -160,6 +160,13 @@ class PeerLost:
     failure: Failure
 
 
+@dataclass(frozen=True)
+class GivenUp:
+    """This node will not go on with the room: it was refused, its client is gone, or something here failed."""
+
+    failure: Failure
+
+
 # --- actions ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """P's transfer thread: takes batches of pieces, keeps a bounded number in flight, and says how each batch ended.
 
-There is one :class:`Sender` for each decode incarnation. It alone touches its transport engine. Everything else talks to it by
-:meth:`Sender.send`, :meth:`Sender.cancel` and :meth:`Sender.forget`, and hears exactly one :class:`SendResult` a batch.
+There is one :class:`Sender` for each decode incarnation, and it alone touches its transport engine. Everything else
+calls :meth:`Sender.send` and :meth:`Sender.cancel`, and hears exactly one :class:`SendResult` a batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class SendJob:
-    """One batch of pieces of the room ``key``. Source memory must not change until the batch's result says ``quiesced``."""
+    """One batch of pieces of the room ``key``. Its source memory may be read until a result says ``quiesced``."""
 
     key: Hashable
     batch_id: int
@@ -115,7 +115,7 @@ class _Job:
         return not self.waiting and not self.running
 
     def fail(self, outcome: SendOutcome, reason: str) -> None:
-        """Submit nothing more. The first cause stays, except that ``UNKNOWN`` replaces a cause that leaves nothing unknown."""
+        """Submit nothing more. The first cause stays, but ``UNKNOWN`` replaces a cause that leaves nothing unknown."""
         self.waiting.clear()
         if self.outcome is None or (outcome is SendOutcome.UNKNOWN and self.outcome is not SendOutcome.UNKNOWN):
             self.outcome, self.reason = outcome, reason
@@ -148,7 +148,7 @@ _Message = SendJob | _Cancel | _Forget | _Close
 
 
 class Sender:
-    """The thread. ``engine_factory`` runs in it (build the engine and register the source memory there); so does ``on_result``."""
+    """The thread. ``engine_factory`` (which also registers the source memory) and ``on_result`` run in it."""
 
     def __init__(
         self,
@@ -182,14 +182,14 @@ class Sender:
         return self._thread.is_alive()
 
     def send(self, job: SendJob) -> None:
-        """Queue a batch. Batches are submitted in order and go on side by side. Does not block. Raises :class:`SenderClosed`."""
+        """Queue a batch. Batches are submitted in order and go on side by side. Raises :class:`SenderClosed`."""
         with self._gate:
             if self._is_closed:
                 raise SenderClosed(f"{self._thread.name} is closed: batch {job.batch_id} of {job.key} was not taken")
             self._inbox.put(job)
 
     def cancel(self, key: Hashable) -> None:
-        """Submit no more pieces of ``key``; each of its batches under way ends ``CANCELLED`` when its pieces in flight have ended."""
+        """Submit no more of ``key``; its batches under way end ``CANCELLED`` when their pieces in flight have ended."""
         self._inbox.put(_Cancel(key))
 
     def forget(self, key: Hashable) -> None:
@@ -197,9 +197,9 @@ class Sender:
         self._inbox.put(_Forget(key))
 
     def close(self, timeout_s: float) -> bool:
-        """Cancel everything, wait up to ``timeout_s`` for the pieces in flight, close the engine. Whether the thread has ended.
+        """Cancel everything, wait up to ``timeout_s`` for the pieces in flight, close the engine.
 
-        A thread that is stuck in its engine is left behind (it is a daemon), and so is its engine.
+        Returns whether the thread has ended. One that is stuck in its engine is left behind (it is a daemon).
         """
         with self._gate:
             self._is_closed = True
@@ -230,7 +230,7 @@ class Sender:
         self._sleep_s = SHORTEST_SLEEP_S if submitted + ended else min(2 * self._sleep_s, LONGEST_SLEEP_S)
 
     def _receive_messages(self) -> None:
-        """Sleep until a message comes (with work at hand: or until it is time to go on with it), then take in all there are."""
+        """Sleep until a message comes, or with work at hand until it is time to go on; then take in every message."""
         try:
             self._handle(self._inbox.get(timeout=self._sleep_s if self._jobs or self._in_flight else None))
             while True:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -32,7 +31,7 @@ class Counting:
 
 
 class ByteFallback:
-    """A SentencePiece-like tokenizer: the first word's space is stripped, unknown characters are runs of byte tokens."""
+    """SentencePiece-like: the first word's space is stripped, unknown characters are byte tokens."""
 
     def __init__(self) -> None:
         words = ["▁the", "▁fox", "▁", "x"]

@@ -72,7 +72,7 @@ def test_chat_template_kwargs_reach_the_template(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(ids).endswith("think")
 
 
-@pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "return_dict", "tools"])
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "return_dict", "tools"])
 def test_chat_template_kwargs_may_not_be_arguments_of_the_call(tokenizer: Tokenizer, name: str) -> None:
     with pytest.raises(RequestFailed, match=name) as failure:
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], **{name: "{{ 1 }}"})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Ways to write bytes into a peer's memory: ``base`` is the interface, ``mooncake`` the real one, ``loopback`` the tests' one.
+"""Ways to write into a peer's memory: ``base`` is the interface, ``mooncake`` the real one, ``loopback`` for tests.
 
 Nothing here knows rooms, components or messages, and nothing here imports from the rest of this project.
 """

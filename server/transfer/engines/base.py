@@ -84,7 +84,7 @@ class TransferEngine(Protocol):
     def submit(self, session: str, src: int, dst: int, nbytes: int) -> Ticket:
         """Start writing ``nbytes`` at ``src`` to the peer's address ``dst``.
 
-        May block for a few seconds at the first piece for ``session``. Raises :class:`SubmitFailed` if nothing was taken.
+        May block for a few seconds at the first piece for ``session``. Raises :class:`SubmitFailed` if it took nothing.
         """
         ...
 

@@ -1,6 +1,6 @@
-"""An in-process transport for tests: ``submit`` copies memory inside this process, and a hook chooses what goes wrong with a piece.
+"""An in-process transport for tests: pieces are copied inside this process, and a hook makes one go wrong.
 
-Sessions live in a process-wide table, so a prefill and a decode node in one test process find each other like two real processes.
+Sessions live in a process-wide table, so that two nodes in one test process find each other.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class LoopbackEngine:
                     write.fault = None
 
     def land_late(self) -> int:
-        """Write the bytes of every ``LAND_LATE`` piece that was answered ``UNKNOWN``, if the peer still exists; their number."""
+        """Write what ``LAND_LATE`` pieces left behind, where the peer still exists; the number of bytes."""
         with _lock:
             landing = [write for write in self._late if not write.peer._closed]
             self._late.clear()

@@ -1,19 +1,19 @@
 """Mooncake Transfer Engine behind the :class:`~server.transfer.engines.base.TransferEngine` interface.
 
-What was measured on ``mooncake-transfer-engine-non-cuda`` 0.3.13.post1 over TCP, and binds this file:
+What was measured on ``mooncake-transfer-engine-non-cuda`` 0.3.13.post1 over TCP and binds this file:
 
-* A status id is a raw pointer: after 1 or -1 it is freed, and after -2 it must not be trusted. It is polled to its first terminal
-  answer and never again.
-* -1 has several causes: the receiver refused the address (nothing is written), no connection could be made (nothing is written),
-  the connection broke or made no progress for ``MC_TCP_PROGRESS_TIMEOUT_SEC`` (what is in the receiver's socket buffer **is
-  still written** once it runs again, and a later write can succeed before that). The id does not tell them apart and a later
-  success proves nothing, so after a -1 the peer is asked which memory it has registered: outside of it = ``REFUSED``, inside
-  = ``UNKNOWN``, no answer = ``UNKNOWN``.
-* The receiver checks an address once, when a write begins. ``unregister`` stops no write that has begun (512 MiB ran to the end
-  after it). Destroying the engine does: its I/O thread is joined, no byte lands after :meth:`MooncakeEngine.close` returns.
-* The first write to a session opens it with a blocking call that waits up to a minute for a frozen peer, so the peer is asked for
-  a sign of life first.
-* One write of any size is fine (512 MiB was tried): large pieces need no splitting.
+* A status id is a raw pointer, freed with the answer 1 or -1. It is polled to its first terminal answer, never again.
+* -1 has several causes. The receiver refused the address, or no connection was made: nothing is written. Or the
+  connection broke, or there was no progress for 30 s (``MC_TCP_PROGRESS_TIMEOUT_SEC``): what is in the receiver's
+  socket buffers **is still written** when it runs again (30 MiB were). The id does not tell which, and a later write
+  that succeeds proves nothing of it. So a -1 is ``REFUSED`` only if the peer, asked again and alive, had the target
+  registered neither at the first contact nor now; anything else is ``UNKNOWN``.
+* The receiver checks an address once, when a write begins. ``unregister`` stops no write that has begun (512 MiB ran to
+  their end after it) and refuses every write that begins later. Destroying the engine joins its I/O thread: no byte
+  lands after :meth:`MooncakeEngine.close` has returned.
+* The first write to a session opens it with a call that blocks for up to a minute on a frozen peer, so the peer is
+  asked for a sign of life first.
+* A write may have any size (512 MiB was tried, and is as fast as small ones): large pieces need no splitting.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ PEER_ANSWER_TIMEOUT_S = 2.0
 """How long a peer's RPC port may take to describe its memory; a live peer takes about 10 ms."""
 MAX_DESCRIPTION_NBYTES = 1 << 20
 
-MetaRequest = Literal[1]
-_DESCRIBE: MetaRequest = 1
+DESCRIBE_REQUEST = b"\x01{}"
+"""Mooncake's metadata request (type 1) with an empty description of the asker."""
+WAKE_AFTER_S = 0.03
 
 _initialize_lock = threading.Lock()
 
@@ -96,7 +97,7 @@ def installed_wheel() -> Wheel:
         )
     if len(found) > 1:
         raise TransportUnavailable(
-            f"{WHEELS[0]} and {WHEELS[1]} are both installed and overwrite each other's files: uninstall both, then install one"
+            f"{WHEELS[0]} and {WHEELS[1]} are both installed, with files of the same names: uninstall both, install one"
         )
     wheel = found[0]
     if Version(wheel.version) < Version(MIN_VERSION):
@@ -141,8 +142,7 @@ def describe_segment(session: str, timeout_s: float = PEER_ANSWER_TIMEOUT_S) -> 
     host, port = session.rsplit(":", 1)
     deadline = time.monotonic() + timeout_s
     with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
-        request = bytes([_DESCRIBE]) + b"{}"
-        connection.sendall(struct.pack("<Q", len(request)) + request)
+        connection.sendall(struct.pack("<Q", len(DESCRIBE_REQUEST)) + DESCRIBE_REQUEST)
         (length,) = struct.unpack("<Q", _receive(connection, 8, deadline))
         if not 1 < length <= MAX_DESCRIPTION_NBYTES:
             raise ValueError(
@@ -180,9 +180,9 @@ class _Write:
 
 
 class MooncakeEngine:
-    """One Mooncake ``TransferEngine``. A new incarnation of a peer needs a new one: what it knows of a session is never refreshed.
+    """One Mooncake ``TransferEngine``. What it knows of a session is never refreshed: a restarted peer needs a new one.
 
-    Both its ports listen on every interface whatever ``host`` is, and writes are not authenticated: the network must be trusted.
+    Both its ports listen on every interface whatever ``host`` is, and nothing is authenticated: trust the network.
     """
 
     kind = "mooncake"
@@ -261,22 +261,28 @@ class MooncakeEngine:
         return PieceStatus.UNKNOWN
 
     def close(self) -> None:
-        """End the engine; when this returns no peer's write lands through it any more.
+        """End the engine; when this returns, no peer's write lands through it any more.
 
-        Mooncake's destructor holds the interpreter lock while it joins a thread that sleeps in ``accept`` for up to a second. A
-        connection that another process closes 30 ms from now wakes that thread, so the stall is 30 ms and not a second.
+        Mooncake's destructor keeps the interpreter lock while it joins a thread that sits in ``accept`` for up to a
+        second. So that thread is given a connection to read from, which another process closes in a moment: this
+        process stands still for 30 ms and not for a second.
         """
         if self._engine is None:
             return
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection(("127.0.0.1", self._rpc_port), timeout=0.5) as waker,
-        ):
-            subprocess.Popen(
-                ["sleep", "0.03"], stdin=subprocess.DEVNULL, stdout=waker.fileno(), stderr=subprocess.DEVNULL
-            )
+        waker = self._wake_listener_soon()
         self._engine = None
         self._writes.clear()
+        if waker is not None:
+            waker.wait()
+
+    def _wake_listener_soon(self) -> subprocess.Popen[bytes] | None:
+        command = ["sleep", str(WAKE_AFTER_S)]
+        try:
+            with socket.create_connection(("127.0.0.1", self._rpc_port), timeout=1.0) as connection:
+                return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=connection.fileno())
+        except OSError as error:
+            log.debug("closing Mooncake takes up to a second: %s", error)
+            return None
 
     def _open_engine(self) -> Any:
         if self._engine is None:
@@ -295,13 +301,18 @@ class MooncakeEngine:
         return peer
 
     def _was_refused(self, write: _Write) -> bool:
-        """Whether a failed write can only have been turned away, because its target is no registered memory of a live peer."""
+        """Whether a failed write can only have been turned away for its address, by a peer that is alive.
+
+        Memory that was registered once does not count: a write into it may have begun before it was unregistered.
+        """
         if self.transport != "tcp" or time.monotonic() < self._silent_until.get(write.session, 0.0):
             return False
+        at_first = self._peers[write.session]
         try:
-            peer = describe_segment(write.session)
+            now = describe_segment(write.session)
         except (OSError, ValueError):
             self._silent_until[write.session] = time.monotonic() + PEER_ANSWER_TIMEOUT_S
             return False
-        is_same_process = peer.data_port == self._peers[write.session].data_port
-        return is_same_process and not peer.contains(write.dst, write.nbytes)
+        is_same_process = now.data_port == at_first.data_port
+        was_registered = any(peer.contains(write.dst, write.nbytes) for peer in (at_first, now))
+        return is_same_process and not was_registered

@@ -1,0 +1,116 @@
+"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``. No answer of this server is a 422."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from server.engine.request import RequestFailed
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+CLIENT_CLOSED_REQUEST = 499
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+
+
+class InvalidRequest(RequestFailed):
+    """A request that is wrong in one field: status 400 (or 404 for a model that is not here) with the field's name."""
+
+    def __init__(self, param: str | None, message: str, *, code: str = "invalid_value", status: int = 400) -> None:
+        super().__init__(code, message, status=status)
+        self.param = param
+
+
+class ClientDisconnected(Exception):
+    """The client closed its connection; whatever is answered reaches nobody."""
+
+
+def error_body(
+    message: str, *, status: int, code: str | None, param: str | None = None, component: str | None = None
+) -> dict[str, Any]:
+    """The JSON body of an error. ``component`` (the state component at fault) is left out where there is none."""
+    kind = "invalid_request_error" if status < 500 else "service_unavailable_error" if status == 503 else "server_error"
+    error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+    if component is not None:
+        error["component"] = component
+    return {"error": error}
+
+
+def failure_body(failure: RequestFailed) -> dict[str, Any]:
+    """The JSON body for ``failure``, as a whole answer or as the last event of a stream."""
+    return error_body(
+        failure.message,
+        status=failure.status,
+        code=failure.code,
+        param=getattr(failure, "param", None),
+        component=failure.component,
+    )
+
+
+def error_response(body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None) -> Response:
+    """A whole error answer. ASCII only: the message may quote text that cannot be encoded. A 503 says when to retry."""
+    all_headers = dict(headers or {})
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        all_headers.setdefault("retry-after", str(RETRY_AFTER_S))
+    return Response(json.dumps(body), status_code=status, headers=all_headers, media_type="application/json")
+
+
+def failure_response(failure: RequestFailed) -> Response:
+    return error_response(failure_body(failure), failure.status)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Gives every error of ``app`` this shape, whichever layer it comes from."""
+    app.add_exception_handler(RequestFailed, _on_failure)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnected, _on_disconnect)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+async def _on_failure(_request: Request, failure: Exception) -> Response:
+    assert isinstance(failure, RequestFailed)
+    return failure_response(failure)
+
+
+async def _on_validation_error(_request: Request, error: Exception) -> Response:
+    """The first complaint, with the field's name; the others mostly follow from it."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "syntax error")
+        body = error_body(f"The body is not valid JSON: {reason}.", status=400, code="invalid_json")
+        return error_response(body, 400)
+    param = ".".join(str(part) for part in first["loc"][1:]) or None
+    reason = str(first["msg"]).removeprefix("Value error, ")
+    message = f"{param}: {reason}" if param else f"The body must be a JSON object: {reason}"
+    return error_response(error_body(message, status=400, code="invalid_value", param=param), 400)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = str(error.detail)
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        message = f"There is no {request.url.path} here."
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        message = f"{request.url.path} does not take {request.method}."
+    body = error_body(message, status=error.status_code, code=_CODES.get(error.status_code, "invalid_request"))
+    return error_response(body, error.status_code, error.headers)
+
+
+async def _on_disconnect(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    logger.error("%s %s failed: %r", request.method, request.url.path, error)
+    body = error_body(f"Internal error: {type(error).__name__}.", status=500, code="internal_error")
+    return error_response(body, 500)

@@ -1,0 +1,84 @@
+"""What the server says about itself: health, readiness, models, metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from server.api.serving import check_model
+from server.engine.request import Backend, RequestFailed
+
+MODEL_INFO_FIELDS = ("model_path", "tokenizer_path", "served_model_name", "model_type", "architectures", "max_context")
+
+
+def info_router(backend: Backend, registry: CollectorRegistry) -> APIRouter:
+    """The routes that every role has."""
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> dict[str, str]:
+        """Whether the process works at all. 503 with the reason where it does not."""
+        alive, reason = backend.alive()
+        if not alive:
+            raise RequestFailed("not_alive", reason, status=503)
+        return {"status": "ok", "role": backend.role, "reason": reason}
+
+    @router.get("/ready")
+    async def ready() -> dict[str, str]:
+        """Whether a request would be served now. 503 with the reason where it would not."""
+        is_ready, reason = await backend.ready()
+        if not is_ready:
+            raise RequestFailed("not_ready", reason, status=503)
+        return {"status": "ready", "role": backend.role, "reason": reason}
+
+    @router.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        return _server_info(backend)
+
+    @router.get("/model_info")
+    async def model_info() -> dict[str, Any]:
+        info = _server_info(backend)
+        return {"is_generation": True} | {name: info[name] for name in MODEL_INFO_FIELDS if name in info}
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text format."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def models_router(backend: Backend) -> APIRouter:
+    """The one model that is served, in OpenAI's words."""
+    router = APIRouter()
+    card = {
+        "id": backend.model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "dsv4-pd-server",
+        "root": backend.model_name,
+        "max_model_len": backend.max_context,
+    }
+
+    @router.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [card]}
+
+    @router.get("/v1/models/{model_id:path}")
+    async def retrieve_model(model_id: str) -> dict[str, Any]:
+        check_model(backend, model_id)
+        return card
+
+    return router
+
+
+def _server_info(backend: Backend) -> dict[str, Any]:
+    basics = {
+        "served_model_name": backend.model_name,
+        "disaggregation_mode": backend.role,
+        "max_context": backend.max_context,
+    }
+    return basics | backend.server_info()

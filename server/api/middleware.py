@@ -1,0 +1,66 @@
+"""What wraps every HTTP request: a limit on its body and a count of its answer."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+
+class BodyLimit:
+    """Refuses bodies of more than ``max_nbytes`` with 413, by their declared length or as soon as they exceed it."""
+
+    def __init__(self, app: ASGIApp, max_nbytes: int) -> None:
+        self._app = app
+        self._max_nbytes = max_nbytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = _declared_nbytes(scope)
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            self._check(declared)
+            message = await receive()
+            received += len(message.get("body", b""))
+            self._check(received)
+            return message
+
+        await self._app(scope, limited, send)
+
+    def _check(self, nbytes: int) -> None:
+        if nbytes > self._max_nbytes:
+            raise HTTPException(413, f"The body is larger than {self._max_nbytes} bytes.")
+
+
+class ResponseCount:
+    """Counts answers by route and status in ``pd_http_responses_total``."""
+
+    def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
+        self._app = app
+        self._responses = Counter(
+            "pd_http_responses_total", "HTTP answers by route and status.", ["route", "status"], registry=registry
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "other")
+                self._responses.labels(route=route, status=message["status"]).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+
+def _declared_nbytes(scope: Scope) -> int:
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit():
+            return int(value)
+    return 0

@@ -1,0 +1,283 @@
+"""What a client may send. Fields that are not known here are ignored; known ones must have their type and range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+
+from server.api.errors import InvalidRequest
+from server.engine.request import MAX_LOGPROBS, SamplingParams
+
+MAX_STOP_STRINGS = 16
+MAX_SAMPLES = 128
+_INT64 = 1 << 63
+
+Prompt = str | list[int]
+"""One prompt: a text, or the token ids themselves."""
+
+
+def _nothing(value: Any) -> bool:
+    return value is None or value is False or value in ("", [], {})
+
+
+UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
+    "frequency_penalty": lambda v: _nothing(v) or v == 0,
+    "presence_penalty": lambda v: _nothing(v) or v == 0,
+    "repetition_penalty": lambda v: v is None or v == 1,
+    "min_p": lambda v: _nothing(v) or v == 0,
+    "logit_bias": _nothing,
+    "response_format": lambda v: _nothing(v) or v == {"type": "text"},
+    "tools": _nothing,
+    "tool_choice": lambda v: _nothing(v) or v in ("none", "auto"),
+    "functions": _nothing,
+    "function_call": lambda v: _nothing(v) or v in ("none", "auto"),
+    "modalities": lambda v: _nothing(v) or v == ["text"],
+    "audio": _nothing,
+    "suffix": _nothing,
+    "prompt_logprobs": _nothing,
+    "use_beam_search": _nothing,
+    "guided_json": _nothing,
+    "guided_regex": _nothing,
+    "guided_choice": _nothing,
+    "guided_grammar": _nothing,
+    "json_schema": _nothing,
+    "regex": _nothing,
+    "ebnf": _nothing,
+    "continue_final_message": _nothing,
+    "include_stop_str_in_output": _nothing,
+    "no_stop_trim": _nothing,
+    "skip_special_tokens": lambda v: v is None or v is True,
+    "return_hidden_states": _nothing,
+}
+"""Fields that would change the answer and are not built, each with the values under which they change nothing."""
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationFields(BaseModel):
+    """What both kinds of completion share. None means: the server's default."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_built(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name, changes_nothing in UNSUPPORTED.items():
+                if name in data and not changes_nothing(data[name]):
+                    raise InvalidRequest(
+                        name, f"{name} is not supported by this server: leave it out.", code="unsupported"
+                    )
+        return data
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        stops = [stop] if isinstance(stop, str) else stop or []
+        if len(stops) > MAX_STOP_STRINGS:
+            raise ValueError(f"{len(stops)} stop strings are more than {MAX_STOP_STRINGS}")
+        for text in stops:
+            if not text:
+                raise ValueError("a stop string must not be empty")
+            if any("\ud800" <= char <= "\udfff" for char in text):
+                raise ValueError("a stop string has a lone surrogate: it is not Unicode")
+        return stop
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> GenerationFields:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options", "stream_options is only allowed with stream: true.")
+        return self
+
+    @property
+    def n_samples(self) -> int:
+        return self.n or 1
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        """What the request itself says; the newer of the two names wins."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """How many alternatives are wanted beside each token's own log probability; None for no log probabilities."""
+        raise NotImplementedError
+
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """This request's parameters, with ``defaults`` where it says nothing."""
+        asked: dict[str, Any] = {
+            "max_tokens": self.asked_max_tokens,
+            "min_tokens": self.min_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k is None else max(0, self.top_k),
+            "seed": self.seed,
+            "stop": (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop),
+            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
+            "ignore_eos": self.ignore_eos,
+            "logprobs": self.n_logprobs,
+        }
+        return replace(defaults, **{name: value for name, value in asked.items() if value is not None})
+
+
+class CompletionRequest(GenerationFields):
+    """``POST /v1/completions``."""
+
+    prompt: Annotated[
+        list[Prompt],
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                    {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+                    {
+                        "type": "array",
+                        "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+                        "minItems": 1,
+                    },
+                ]
+            }
+        ),
+    ]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: int | None = None
+
+    @field_validator("prompt", mode="plain")
+    @classmethod
+    def _parse_prompt(cls, value: Any) -> list[Prompt]:
+        return parse_prompts(value)
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != self.n_samples:
+            raise InvalidRequest("best_of", "best_of is only supported where it equals n.", code="unsupported")
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "echo",
+                "echo with logprobs is not supported: prompts are computed on another node, which reports no log "
+                "probabilities of prompt tokens. Ask for one of the two.",
+                code="unsupported",
+            )
+        return self
+
+    @property
+    def n_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class ChatMessage(BaseModel):
+    """One message. Fields that are not named here are handed to the chat template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str | list[dict[str, Any]] | None = None
+
+    @field_validator("content", mode="after")
+    @classmethod
+    def _text_only(cls, content: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]] | None:
+        for part in content if isinstance(content, list) else ():
+            if part.get("type") != "text":
+                raise ValueError(f"content parts of type {part.get('type')!r} are not supported: only text is")
+            if not isinstance(part.get("text"), str):
+                raise ValueError("a text part needs a string in its text field")
+        return content
+
+    @model_validator(mode="after")
+    def _check_content(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role!r} needs a content")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message with its content as one string; text parts are joined by newlines."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part["text"] for part in content)
+        return {"role": self.role, "content": content or "", **(self.model_extra or {})}
+
+
+class ChatCompletionRequest(GenerationFields):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_kwargs(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in ("messages", "add_generation_prompt"):
+            if name in (kwargs or {}):
+                raise ValueError(f"{name} is a field of the request itself")
+        return kwargs
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs: true.")
+        return self
+
+    @property
+    def n_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def parse_prompts(value: Any) -> list[Prompt]:
+    """The prompts of a completion request: a string, a list of strings, token ids, or a list of lists of token ids.
+
+    :raises ValueError: says which element is wrong.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of lists of token ids")
+    if not value:
+        raise ValueError("the prompt is empty: it must have at least one token")
+    if type(value[0]) is int:
+        return [_token_ids(value, "")]
+    if isinstance(value[0], str):
+        for i, text in enumerate(value):
+            if not isinstance(text, str):
+                raise ValueError(f"element {i} is not a string as the first one is")
+        return list(value)
+    return [_token_ids(ids, f" {i}") for i, ids in enumerate(value)]
+
+
+def _token_ids(ids: Any, which: str) -> list[int]:
+    if not isinstance(ids, list):
+        raise ValueError(f"element{which} is neither a string nor a list of token ids")
+    if not ids:
+        raise ValueError(f"prompt{which} is empty: it must have at least one token")
+    for position, token_id in enumerate(ids):
+        if type(token_id) is not int:
+            raise ValueError(f"element {position} of prompt{which} is not an integer token id")
+    return ids

@@ -1,0 +1,195 @@
+"""From a checked request to its response: the part that text and chat completions share."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from server.api.errors import InvalidRequest
+from server.api.generations import Answer, Generations, Usage
+from server.api.schemas import GenerationFields
+from server.api.streaming import EventStream, until_disconnect
+from server.engine.request import Backend, GenerationRequest, RouteInfo, SamplingParams, TokenOutput
+
+MAX_GENERATIONS = 256
+"""Prompts times samples in one HTTP request."""
+_INT64 = 1 << 63
+
+
+class ChoiceWriter(Protocol):
+    """How one kind of completion spells its choices. Holds the state of one response."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """The whole answer of generation ``index``."""
+        ...
+
+    def chunk_choices(self, index: int, output: TokenOutput) -> list[dict[str, Any]]:
+        """The next streamed choices of generation ``index``, one for each chunk; none if there is nothing to tell."""
+        ...
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What all chunks of one response have in common."""
+
+    id: str
+    created: int
+    model: str
+
+    def wrap(self, object_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": object_name,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+def check_model(backend: Backend, model: str | None) -> None:
+    """:raises InvalidRequest: 404, ``model`` is not the one that is served. None means whichever is."""
+    if model is not None and model != backend.model_name:
+        raise InvalidRequest(
+            "model",
+            f"The model {model!r} does not exist: this server serves {backend.model_name!r}.",
+            code="model_not_found",
+            status=404,
+        )
+
+
+async def serve(
+    request: Request,
+    backend: Backend,
+    body: GenerationFields,
+    prompts: Sequence[Sequence[int]],
+    writer: ChoiceWriter,
+    *,
+    prompt_field: str,
+) -> Response:
+    """Generates ``n`` samples for each of ``prompts`` (token ids) and answers whole or as a stream.
+
+    The head of the answer waits until every prompt is computed and committed on this node: its headers name the prefill
+    node and the rooms, and what fails until then is a status code.
+    """
+    envelope = Envelope(id=f"{writer.id_prefix}{uuid.uuid4().hex}", created=int(time.time()), model=backend.model_name)
+    requests = _requests(backend, body, prompts, envelope.id, prompt_field)
+    usage = Usage(prompt_tokens=sum(len(ids) for ids in prompts))
+    generations = Generations(backend, requests)
+    try:
+        headers = _route_headers(await until_disconnect(request.receive, generations.routes()))
+        if body.stream:
+            chunks = _chunks(generations, body, writer, envelope, usage)
+            return EventStream(chunks, headers=headers, on_end=generations.abort)
+        answers = await until_disconnect(request.receive, _collect(generations, len(requests), usage))
+    except BaseException:
+        generations.abort()
+        raise
+    choices = [writer.choice(index, answer) for index, answer in enumerate(answers)]
+    content = envelope.wrap(writer.object_name, choices) | {"usage": usage.as_dict()}
+    return JSONResponse(content, headers=headers)
+
+
+def _requests(
+    backend: Backend, body: GenerationFields, prompts: Sequence[Sequence[int]], response_id: str, prompt_field: str
+) -> list[GenerationRequest]:
+    """One request for every sample of every prompt, samples of one prompt side by side. Sample i has seed + i."""
+    n_generations = len(prompts) * body.n_samples
+    if n_generations > MAX_GENERATIONS:
+        raise InvalidRequest("n", f"{n_generations} generations (prompts times n) are more than {MAX_GENERATIONS}.")
+    for token_id in body.stop_token_ids or ():
+        check_token_id(backend, token_id, "stop_token_ids")
+    requests = []
+    for ids in prompts:
+        sampling = _fit_context(backend, body, len(ids), prompt_field)
+        for sample in range(body.n_samples):
+            seed = None if sampling.seed is None else (sampling.seed + sample + _INT64) % (2 * _INT64) - _INT64
+            request_id = f"{response_id}-{len(requests)}"
+            requests.append(GenerationRequest(request_id, tuple(ids), replace(sampling, seed=seed)))
+    return requests
+
+
+def check_token_id(backend: Backend, token_id: int, field: str) -> None:
+    """:raises InvalidRequest: names an id that the vocabulary does not have."""
+    if not 0 <= token_id < backend.tokenizer.vocab_size:
+        raise InvalidRequest(
+            field, f"{field}: token id {token_id} is not in the vocabulary (0 to {backend.tokenizer.vocab_size - 1})."
+        )
+
+
+def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt_field: str) -> SamplingParams:
+    """Sampling parameters for a prompt of ``n_prompt`` tokens. The default of max_tokens shrinks to what fits.
+
+    :raises InvalidRequest: the prompt is empty, or it or the asked max_tokens does not fit the context.
+    """
+    if n_prompt == 0:
+        raise InvalidRequest(prompt_field, "The prompt has 0 tokens: it must have at least one.", code="empty_prompt")
+    room = backend.max_context - n_prompt
+    if room < 1:
+        raise InvalidRequest(
+            prompt_field,
+            f"The prompt has {n_prompt} tokens, but the context is {backend.max_context} tokens including at least one "
+            "generated token.",
+            code="context_length_exceeded",
+        )
+    if body.asked_max_tokens is not None and body.asked_max_tokens > room:
+        raise InvalidRequest(
+            "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+            f"{n_prompt} prompt tokens and {body.asked_max_tokens} tokens to generate do not fit the context of "
+            f"{backend.max_context} tokens: at most {room} can be generated.",
+            code="context_length_exceeded",
+        )
+    sampling = body.sampling(backend.sampling_defaults)
+    sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+    if sampling.min_tokens > sampling.max_tokens:
+        raise InvalidRequest(
+            "min_tokens", f"min_tokens {sampling.min_tokens} is more than max_tokens {sampling.max_tokens}."
+        )
+    return sampling
+
+
+def _route_headers(routes: Sequence[RouteInfo]) -> dict[str, str]:
+    """``x-pd-prefill``: who computed the prompts (each once); ``x-pd-room``: one room for every generation, if any."""
+    headers = {"x-pd-prefill": ",".join(dict.fromkeys(route.prefill for route in routes))}
+    rooms = [str(route.room) for route in routes if route.room is not None]
+    if rooms:
+        headers["x-pd-room"] = ",".join(rooms)
+    return headers
+
+
+async def _collect(generations: Generations, n_generations: int, usage: Usage) -> list[Answer]:
+    answers = [Answer() for _ in range(n_generations)]
+    async with aclosing(generations.outputs()) as outputs:
+        async for index, output in outputs:
+            answers[index].add(output)
+            usage.completion_tokens += len(output.token_ids)
+    return answers
+
+
+async def _chunks(
+    generations: Generations, body: GenerationFields, writer: ChoiceWriter, envelope: Envelope, usage: Usage
+) -> AsyncGenerator[dict[str, Any]]:
+    """The chunks of a stream, and the usage chunk (without choices) where it was asked for."""
+    options = body.stream_options
+    include_usage = options is not None and bool(options.include_usage)
+    continuous = options is not None and bool(options.continuous_usage_stats)
+    async with aclosing(generations.outputs()) as outputs:
+        async for index, output in outputs:
+            usage.completion_tokens += len(output.token_ids)
+            for choice in writer.chunk_choices(index, output):
+                chunk = envelope.wrap(writer.chunk_object_name, [choice])
+                if include_usage or continuous:
+                    chunk["usage"] = usage.as_dict() if continuous else None
+                yield chunk
+    if include_usage:
+        yield envelope.wrap(writer.chunk_object_name, []) | {"usage": usage.as_dict()}

@@ -1,0 +1,101 @@
+"""Server-sent events, and watching for clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from server.api.errors import ClientDisconnected, error_body, failure_body
+from server.engine.request import RequestFailed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled as soon as the client closes the connection.
+
+    The request's body must have been read.
+
+    :raises ClientDisconnected: the client went first.
+    """
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A streamed answer: one server-sent event for every chunk, then ``[DONE]``.
+
+    The status line is out before the first chunk is made, so an error from ``chunks`` becomes an error event, and the
+    stream ends without ``[DONE]``. ``on_end`` is called on every way out; that the client has gone away is noticed between
+    chunks too.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[dict[str, Any]],
+        *,
+        headers: Mapping[str, str],
+        on_end: Callable[[], None],
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        del self.headers["content-length"]
+        self._chunks = chunks
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._send_all(send))
+        except ClientDisconnected:
+            logger.info("%s: the client closed its connection, the generation is aborted", scope["path"])
+        finally:
+            self._on_end()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._events()) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        try:
+            async with aclosing(self._chunks) as chunks:
+                async for chunk in chunks:
+                    yield _event(chunk)
+        except RequestFailed as failure:
+            yield _event(failure_body(failure))
+        except Exception as error:
+            logger.exception("a stream failed")
+            yield _event(error_body(f"Internal error: {type(error).__name__}.", status=500, code="internal_error"))
+        else:
+            yield b"data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    """One event. ASCII only, since some clients split lines at U+2028 and the like."""
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()

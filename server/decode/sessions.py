@@ -1,0 +1,63 @@
+"""One transport endpoint for each prefill node, so that one peer's writes can be cut off without touching the others': the fence."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from server.cache.arena import Arena
+from server.transfer.engines.base import RegistrationFailed, TransferEngine
+
+log = logging.getLogger(__name__)
+
+SETTLE_S = 0.05
+"""Between unregistering and closing: writes that the transport had accepted may end in peace. Closing is what makes it safe."""
+
+
+class TransportSessions:
+    """The endpoints, by peer address. The arena is registered with each of them."""
+
+    def __init__(self, make_engine: Callable[[], TransferEngine], arena: Arena) -> None:
+        self._make_engine = make_engine
+        self._arena = arena
+        self._engines: dict[str, TransferEngine] = {}
+
+    def engine(self, address: str) -> TransferEngine | None:
+        return self._engines.get(address)
+
+    async def open(self, address: str) -> TransferEngine:
+        """A fresh endpoint for the peer at ``address``. Raises what the transport raises; closes an older one first."""
+        await self.fence(address)
+        engine = await asyncio.to_thread(self._open)
+        self._engines[address] = engine
+        return engine
+
+    async def fence(self, address: str) -> None:
+        """Refuses new writes, lets running ones end, closes the endpoint. When this returns, no write of that peer can land.
+
+        Raises what the transport's ``close`` raises; then nothing is known and the memory must stay quarantined.
+        """
+        engine = self._engines.get(address)
+        if engine is None:
+            return
+        with contextlib.suppress(RegistrationFailed):
+            await asyncio.to_thread(engine.unregister, self._arena.ptr)
+        await asyncio.sleep(SETTLE_S)
+        await asyncio.to_thread(engine.close)
+        del self._engines[address]
+        log.info("fenced the transport session of prefill %s", address)
+
+    async def close(self) -> None:
+        for address in list(self._engines):
+            await self.fence(address)
+
+    def _open(self) -> TransferEngine:
+        engine = self._make_engine()
+        try:
+            engine.register(self._arena.ptr, self._arena.nbytes)
+        except Exception:
+            engine.close()
+            raise
+        return engine

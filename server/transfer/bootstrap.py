@@ -1,0 +1,210 @@
+"""The prefill node's side of the control connection: one ROUTER socket, one :class:`DecodePeer` per registration."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+
+from server.cache.layout import ArenaLayout
+from server.transfer.manifest import PROTOCOL_VERSION, Manifest, Mismatch, compare
+from server.transfer.metrics import NodeMetrics
+from server.transfer.protocol import (
+    MAX_FRAME_NBYTES,
+    AnyMessage,
+    FromDecode,
+    PeerMessage,
+    Ping,
+    Pong,
+    ProtocolError,
+    Refused,
+    Register,
+    Registered,
+    VersionMismatch,
+    clip,
+    decode,
+    encode,
+)
+from server.transfer.rooms import Deadlines, Failure, Heartbeat
+
+log = logging.getLogger(__name__)
+
+MAX_PEERS = 64
+TICK_S = 0.25
+_HIGH_WATER_MARK = 10_000
+
+
+class DecodePeer:
+    """One decode process in one of its registrations: a new transport session is a new peer."""
+
+    def __init__(self, manifest: Manifest, routing_id: bytes, heartbeat: Heartbeat) -> None:
+        self.manifest = manifest
+        self.layout: ArenaLayout = manifest.layout()
+        self.routing_id = routing_id
+        self.heartbeat = heartbeat
+        self.lost = False
+
+    @property
+    def incarnation(self) -> str:
+        return self.manifest.incarnation
+
+    def __str__(self) -> str:
+        return f"decode {self.incarnation[:8]} ({self.manifest.session})"
+
+
+class BootstrapHandler(Protocol):
+    """What the prefill node does about its peers. Called in the event loop; must not block."""
+
+    def on_registered(self, peer: DecodePeer) -> None: ...
+
+    def on_message(self, peer: DecodePeer, message: PeerMessage) -> None: ...
+
+    def on_lost(self, peer: DecodePeer, failure: Failure) -> None: ...
+
+
+class Bootstrap:
+    """Registers decode nodes, answers their pings, hands their messages on, and notices when one is gone."""
+
+    def __init__(self, manifest: Manifest, handler: BootstrapHandler, deadlines: Deadlines, metrics: NodeMetrics) -> None:
+        self.manifest = manifest
+        self.peers: dict[str, DecodePeer] = {}
+        self.port = 0
+        self._handler = handler
+        self._deadlines = deadlines
+        self._metrics = metrics
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, host: str, port: int) -> None:
+        """Binds; ``port`` 0 takes a free one. Raises :class:`zmq.ZMQError` if the address is not to be had."""
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
+        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        self._socket.bind(f"tcp://{host}:{port}")
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        self._tasks = [asyncio.create_task(self._receive(self._socket)), asyncio.create_task(self._watch())]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._socket is not None:
+            self._socket.close()
+        self._context.term()
+
+    def send(self, peer: DecodePeer, message: AnyMessage) -> None:
+        """Queues a message for ``peer``; it is lost if the peer is. Raises :class:`ProtocolError` for one over its cap."""
+        if not peer.lost:
+            self._send(peer.routing_id, message)
+
+    def _send(self, routing_id: bytes, message: AnyMessage) -> None:
+        if self._socket is not None and not self._socket.closed:
+            post(self._socket, [routing_id, encode(message)])
+
+    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await socket.recv_multipart()
+            try:
+                self._on_frames(frames)
+            except Exception:
+                log.exception("a control message could not be handled")
+                self._metrics.dropped("error")
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            self._metrics.dropped("garbage")
+            return
+        routing_id, frame = frames
+        try:
+            message = decode(frame)
+        except ProtocolError as error:
+            self._metrics.dropped(error.kind)
+            log.debug("dropped a control frame: %s", error)
+            if isinstance(error, VersionMismatch):
+                self._send(routing_id, Refused("protocol_version", str(PROTOCOL_VERSION), str(error.theirs)))
+            return
+        match message:
+            case Register():
+                self._on_register(routing_id, message.manifest)
+            case Ping():
+                self._on_ping(routing_id, message)
+            case PeerMessage():
+                self._on_peer_message(routing_id, message)
+            case _:
+                self._metrics.dropped("direction")
+
+    def _on_register(self, routing_id: bytes, theirs: Manifest) -> None:
+        mismatch = compare(self.manifest, theirs)
+        known = self.peers.get(theirs.incarnation)
+        if mismatch is None and known is None and len(self.peers) >= MAX_PEERS:
+            mismatch = Mismatch("peers", f"at most {MAX_PEERS}", "one more")
+        if mismatch is not None:
+            log.warning("refused decode %s: %s", theirs.incarnation[:8], mismatch)
+            self._metrics.dropped("refused")
+            self._send(routing_id, Refused(mismatch.field, clip(mismatch.ours), clip(mismatch.theirs)))
+            return
+        now = time.monotonic()
+        if known is not None and known.manifest == theirs:
+            known.routing_id = routing_id
+            known.heartbeat.heard(now)
+            self._send(routing_id, Registered(self.manifest, resumed=True))
+            return
+        if known is not None:
+            self._lose(known, Failure("peer_lost", f"{known} has registered anew", 502))
+        peer = DecodePeer(theirs, routing_id, Heartbeat(self._deadlines.peer_s, now))
+        self._handler.on_registered(peer)
+        self.peers[theirs.incarnation] = peer
+        log.info("registered %s", peer)
+        self._send(routing_id, Registered(self.manifest, resumed=False))
+
+    def _on_ping(self, routing_id: bytes, ping: Ping) -> None:
+        peer = self.peers.get(ping.decode)
+        is_known = peer is not None and peer.routing_id == routing_id and peer.manifest.session == ping.session
+        if peer is not None and is_known:
+            peer.heartbeat.heard(time.monotonic())
+        self._send(routing_id, Pong(self.manifest.incarnation, is_known))
+
+    def _on_peer_message(self, routing_id: bytes, message: PeerMessage) -> None:
+        peer = self.peers.get(message.decode)
+        is_current = message.prefill == self.manifest.incarnation and peer is not None and peer.routing_id == routing_id
+        if peer is None or not is_current:
+            self._metrics.dropped("stale")
+        elif not isinstance(message, FromDecode):
+            self._metrics.dropped("direction")
+        else:
+            peer.heartbeat.heard(time.monotonic())
+            self._handler.on_message(peer, message)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            for peer in list(self.peers.values()):
+                if peer.heartbeat.tick(now, TICK_S):
+                    silent_s = peer.heartbeat.silent_for(now)
+                    self._lose(peer, Failure("peer_lost", f"{peer} was silent for {silent_s:.1f} s", 502))
+
+    def _lose(self, peer: DecodePeer, failure: Failure) -> None:
+        log.warning("lost a peer: %s", failure.reason)
+        peer.lost = True
+        self.peers.pop(peer.incarnation, None)
+        try:
+            self._handler.on_lost(peer, failure)
+        except Exception:
+            log.exception("losing %s could not be handled", peer)
+
+
+def post(socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
+    """Sends without waiting; what cannot be queued now is lost, and the protocol sends it again."""
+    with contextlib.suppress(zmq.Again):
+        future = socket.send_multipart(frames, flags=zmq.NOBLOCK)
+        if future is not None:
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -1,0 +1,66 @@
+"""Prometheus metrics of one node, prefill or decode, on a registry of the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from server.cache.allocator import Allocator, ItemState
+
+_PHASE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class NodeMetrics:
+    """Every metric has the same meaning on both nodes; a decode node counts what it committed, a prefill node what it sent."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self._bytes = Counter(
+            "pd_transfer_bytes", "State bytes transferred, by component.", ["component"], registry=registry
+        )
+        self._pieces = Counter("pd_transfer_pieces", "Contiguous writes that carried them.", registry=registry)
+        self._rooms = Counter("pd_rooms", "Rooms that ended, by how and why.", ["outcome", "reason"], registry=registry)
+        self._phase = Histogram(
+            "pd_phase_seconds", "Time a room spent in a phase.", ["phase"], buckets=_PHASE_BUCKETS_S, registry=registry
+        )
+        self._slots = Gauge("pd_slots", "Request slots, by state.", ["state"], registry=registry)
+        self._pages = Gauge("pd_pages", "KV pages, by state.", ["state"], registry=registry)
+        self._queued = Gauge("pd_queued_requests", "Requests waiting for a slot and pages.", registry=registry)
+        self._running = Gauge("pd_running_requests", "Requests that hold a slot.", registry=registry)
+        self._peers = Gauge("pd_peers", "Peers with a valid registration.", registry=registry)
+        self._dropped = Counter(
+            "pd_control_frames_dropped",
+            "Control frames that were not obeyed, by why (garbage, malformed, oversize, version, stale, ...).",
+            ["reason"],
+            registry=registry,
+        )
+        self._fences = Counter("pd_fences", "Transport sessions closed to make quarantined memory safe.", registry=registry)
+
+    def watch(
+        self, allocator: Allocator, *, queued: Callable[[], int], running: Callable[[], int], peers: Callable[[], int]
+    ) -> None:
+        """Reads the gauges from their owners whenever the metrics are scraped."""
+        for state in ItemState:
+            self._slots.labels(state.value).set_function(lambda state=state: allocator.counts()["slots"][state])
+            self._pages.labels(state.value).set_function(lambda state=state: allocator.counts()["pages"][state])
+        self._queued.set_function(queued)
+        self._running.set_function(running)
+        self._peers.set_function(peers)
+
+    def transferred(self, nbytes: Mapping[str, int], n_pieces: int) -> None:
+        for component, count in nbytes.items():
+            self._bytes.labels(component).inc(count)
+        self._pieces.inc(n_pieces)
+
+    def room_ended(self, outcome: str, reason: str) -> None:
+        self._rooms.labels(outcome, reason).inc()
+
+    def phase(self, name: str, seconds: float) -> None:
+        self._phase.labels(name).observe(seconds)
+
+    def dropped(self, reason: str) -> None:
+        self._dropped.labels(reason).inc()
+
+    def fenced(self) -> None:
+        self._fences.inc()

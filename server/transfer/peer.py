@@ -1,0 +1,266 @@
+"""The decode node's side of one control connection: a DEALER socket to one prefill node, kept registered for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import time
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+
+from server.transfer.bootstrap import TICK_S, post
+from server.transfer.manifest import Manifest, Mismatch, compare
+from server.transfer.metrics import NodeMetrics
+from server.transfer.protocol import (
+    MAX_FRAME_NBYTES,
+    AnyMessage,
+    FromPrefill,
+    PeerMessage,
+    Ping,
+    Pong,
+    ProtocolError,
+    Refused,
+    Register,
+    Registered,
+    VersionMismatch,
+    decode,
+    encode,
+)
+from server.transfer.rooms import Deadlines, Failure, Heartbeat, Resend
+
+log = logging.getLogger(__name__)
+
+_REGISTER_FIRST_S = 0.1
+_REGISTER_CAP_S = 1.0
+
+
+class PeerState(enum.StrEnum):
+    """Where the connection to a prefill node stands."""
+
+    CONNECTING = "connecting"
+    REGISTERED = "registered"
+    REFUSED = "refused"
+
+
+class PeerHost(Protocol):
+    """What the decode node does about a peer. The two callbacks are called in the event loop and must not block."""
+
+    async def open_session(self, link: PeerLink) -> Manifest:
+        """Opens a transport session for this peer alone; the manifest to register it with."""
+        ...
+
+    async def fence(self, link: PeerLink) -> None:
+        """Closes the peer's transport session; afterwards nothing that the peer submitted can land."""
+        ...
+
+    def on_registered(self, link: PeerLink) -> None: ...
+
+    def on_message(self, link: PeerLink, message: PeerMessage) -> None: ...
+
+    def on_lost(self, link: PeerLink, failure: Failure) -> None: ...
+
+
+class PeerLink:
+    """One prefill node at ``address`` (``host:bootstrap_port``).
+
+    Registers, pings every second and, when the peer is lost, lets the host fence its session and starts again, for ever.
+    """
+
+    def __init__(self, address: str, host: PeerHost, deadlines: Deadlines, metrics: NodeMetrics) -> None:
+        self.address = address
+        self.state = PeerState.CONNECTING
+        self.reason = f"{address} has not answered yet"
+        self.ours: Manifest | None = None
+        self.theirs: Manifest | None = None
+        self._host = host
+        self._context = zmq.asyncio.Context()
+        self._deadlines = deadlines
+        self._metrics = metrics
+        self._socket: zmq.asyncio.Socket | None = None
+        self._heartbeat = Heartbeat(deadlines.peer_s, time.monotonic())
+        self._changed = asyncio.Event()
+        self._lost: Failure | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def registered(self) -> bool:
+        return self.state is PeerState.REGISTERED
+
+    def start(self) -> None:
+        self._tasks.append(asyncio.create_task(self._run(), name=f"peer {self.address}"))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._disconnect()
+        self._context.term()
+
+    def send(self, message: AnyMessage) -> None:
+        """Queues a message; it is lost if the connection is. Raises :class:`ProtocolError` for one over its cap."""
+        if self._socket is not None:
+            post(self._socket, [encode(message)])
+
+    def lose(self, failure: Failure) -> None:
+        """Ends this registration: the rooms fail, the session is fenced, and a new registration begins."""
+        if self.registered and self._lost is None:
+            self._lost = failure
+            self._changed.set()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self.ours = await self._host.open_session(self)
+                await self._register(self.ours)
+                await self._live_until_lost()
+            except Exception as error:
+                log.exception("the connection to prefill %s failed", self.address)
+                self._lost = Failure("peer_lost", f"the connection to prefill {self.address} failed: {error}", 502)
+                await asyncio.sleep(_REGISTER_CAP_S)
+            await self._start_over()
+
+    async def _start_over(self) -> None:
+        failure = self._lost or Failure("peer_lost", f"prefill {self.address} is lost", 502)
+        log.warning("%s", failure.reason)
+        self.state, self.reason, self.theirs = PeerState.CONNECTING, failure.reason, None
+        self._disconnect()
+        try:
+            self._host.on_lost(self, failure)
+            await self._host.fence(self)
+        except Exception:
+            log.exception("losing prefill %s could not be handled", self.address)
+
+    async def _register(self, ours: Manifest) -> None:
+        """Connects and repeats ``Register`` until it is accepted; a refusal is asked again too, for the peer may be restarted."""
+        self._lost = None
+        self._connect()
+        resend = Resend(_REGISTER_FIRST_S, _REGISTER_CAP_S, time.monotonic())
+        self.send(Register(ours))
+        while not self.registered:
+            await self._wait_for_change(_REGISTER_FIRST_S)
+            if not self.registered and resend.due(time.monotonic()):
+                self.send(Register(ours))
+        log.info("registered with prefill %s", self.address)
+        self._host.on_registered(self)
+
+    async def _live_until_lost(self) -> None:
+        self._heartbeat = Heartbeat(self._deadlines.peer_s, time.monotonic())
+        next_ping = 0.0
+        while self._lost is None:
+            now = time.monotonic()
+            if now >= next_ping and self.ours is not None:
+                self.send(Ping(self.ours.incarnation, self.ours.session))
+                next_ping = now + self._deadlines.ping_s
+            if self._heartbeat.tick(now, TICK_S):
+                silent_s = self._heartbeat.silent_for(now)
+                self.lose(Failure("peer_lost", f"prefill {self.address} was silent for {silent_s:.1f} s", 502))
+            else:
+                await self._wait_for_change(TICK_S)
+
+    async def _wait_for_change(self, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            return
+        self._changed.clear()
+
+    def _connect(self) -> None:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        socket.connect(f"tcp://{self.address}")
+        self._socket = socket
+        self._tasks.append(asyncio.create_task(self._receive(socket), name=f"receive {self.address}"))
+
+    def _disconnect(self) -> None:
+        for task in self._tasks[1:]:
+            task.cancel()
+        del self._tasks[1:]
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await socket.recv_multipart()
+            try:
+                self._on_frames(frames)
+            except Exception:
+                log.exception("a control message of prefill %s could not be handled", self.address)
+                self._metrics.dropped("error")
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        if len(frames) != 1:
+            self._metrics.dropped("garbage")
+            return
+        try:
+            message = decode(frames[0])
+        except ProtocolError as error:
+            self._metrics.dropped(error.kind)
+            if isinstance(error, VersionMismatch):
+                self._refuse(f"prefill {self.address}: {error}")
+            return
+        match message:
+            case Registered():
+                self._on_registered(message)
+            case Refused():
+                theirs = f"prefill has {message.ours}, decode has {message.theirs}"
+                self._refuse(f"prefill {self.address} refused this decode node: {message.field} differs: {theirs}")
+            case Pong():
+                self._on_pong(message)
+            case PeerMessage():
+                self._on_peer_message(message)
+            case _:
+                self._metrics.dropped("direction")
+
+    def _on_registered(self, message: Registered) -> None:
+        if self.ours is None:
+            return
+        if self.registered and self.theirs is not None:
+            if message.manifest.incarnation != self.theirs.incarnation or not message.resumed:
+                self.lose(Failure("peer_lost", f"prefill {self.address} has forgotten this registration", 502))
+            return
+        mismatch: Mismatch | None = compare(self.ours, message.manifest)
+        if mismatch is not None:
+            values = f"prefill has {mismatch.theirs}, decode has {mismatch.ours}"
+            self._refuse(f"decode refuses prefill {self.address}: {mismatch.field} differs: {values}")
+            return
+        self.theirs = message.manifest
+        self.state, self.reason = PeerState.REGISTERED, ""
+        self._changed.set()
+
+    def _on_pong(self, pong: Pong) -> None:
+        if not self.registered or self.theirs is None or self.ours is None:
+            return
+        if pong.prefill != self.theirs.incarnation:
+            self.lose(Failure("peer_lost", f"prefill {self.address} has restarted", 502))
+        elif not pong.registered:
+            self.send(Register(self.ours))
+        else:
+            self._heartbeat.heard(time.monotonic())
+
+    def _on_peer_message(self, message: PeerMessage) -> None:
+        is_current = (
+            self.registered
+            and self.theirs is not None
+            and self.ours is not None
+            and (message.prefill, message.decode) == (self.theirs.incarnation, self.ours.incarnation)
+        )
+        if not is_current:
+            self._metrics.dropped("stale")
+        elif not isinstance(message, FromPrefill):
+            self._metrics.dropped("direction")
+        else:
+            self._heartbeat.heard(time.monotonic())
+            self._host.on_message(self, message)
+
+    def _refuse(self, reason: str) -> None:
+        if not self.registered and self.reason != reason:
+            log.warning("%s", reason)
+            self.state, self.reason = PeerState.REFUSED, reason

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from server.engine.request import SamplingParams
+from server.engine.sampler import NonFiniteLogits, RowSampling, ranked, sample, uniform
+
+GREEDY = SamplingParams()
+
+
+def row(
+    params: SamplingParams = GREEDY, seed: int = 0, position: int = 0, banned: frozenset[int] = frozenset()
+) -> RowSampling:
+    return RowSampling(params, seed, position, banned)
+
+
+def reference_distribution(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
+    """Plain textbook version: temperature, top-k, top-p over a full sort."""
+    weights = torch.softmax(logits.double() / params.temperature, 0).numpy()
+    order = np.lexsort((np.arange(len(weights)), -weights))
+    if params.top_k:
+        order = order[: params.top_k]
+    kept = weights[order] / weights[order].sum()
+    n = int(np.searchsorted(np.cumsum(kept), params.top_p)) + 1
+    result = np.zeros(len(weights))
+    result[order[:n]] = kept[:n] / kept[:n].sum()
+    return result
+
+
+def test_greedy_takes_the_best_and_of_equals_the_lowest_id() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]])
+    assert [t.token_id for t in sample(logits, [row(), row()])] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.5),
+        SamplingParams(temperature=1.5, top_k=7),
+        SamplingParams(temperature=1.0, top_p=0.7),
+        SamplingParams(temperature=1.0, top_p=0.8, top_k=10),
+    ],
+)
+def test_draws_follow_the_distribution(params: SamplingParams) -> None:
+    """Chi-square over 8,000 draws; the limit is the 99.99 % quantile (Wilson-Hilferty), and the draws are fixed."""
+    logits = torch.randn(24, generator=torch.Generator().manual_seed(1)) * 1.5
+    n = 8000
+    tokens = sample(logits.expand(n, -1), [row(params, seed=5, position=i) for i in range(n)])
+    counts = np.bincount([t.token_id for t in tokens], minlength=24)
+    expected = reference_distribution(logits, params) * n
+    assert counts[expected == 0].sum() == 0
+    possible = expected > 0
+    chi2 = float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
+    freedom = int(possible.sum()) - 1
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert chi2 < limit
+
+
+def test_uniform_numbers_are_uniform_and_of_their_arguments_alone() -> None:
+    numbers = np.array([uniform(seed, position) for seed in range(50) for position in range(200)])
+    counts = np.histogram(numbers, bins=20, range=(0, 1))[0]
+    assert float(((counts - 500.0) ** 2 / 500.0).sum()) < 55
+    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
+    assert uniform(7, 9) == uniform(7, 9)
+    assert len({uniform(7, 9), uniform(9, 7), uniform(7, 9, "accept"), uniform(-7, 9)}) == 4
+    assert uniform(2**64 - 1, 0) == uniform(-1, 0)
+
+
+@pytest.mark.parametrize("vocab_size", [50, 5000])
+def test_rows_do_not_depend_on_the_batch(vocab_size: int) -> None:
+    logits = torch.randn(16, vocab_size, generator=torch.Generator().manual_seed(2)) * 4
+    kinds = [
+        SamplingParams(logprobs=5),
+        SamplingParams(temperature=0.8, logprobs=20),
+        SamplingParams(temperature=1.0, top_p=0.9, logprobs=0),
+        SamplingParams(temperature=1.2, top_k=20),
+    ]
+    rows = [row(kinds[i % 4], seed=i, position=100 + i, banned=frozenset({i})) for i in range(16)]
+    together = sample(logits, rows)
+    assert together == [sample(logits[i : i + 1], [rows[i]])[0] for i in range(16)]
+    order = list(range(15, -1, -1))
+    assert sample(logits[order], [rows[i] for i in order]) == together[::-1]
+    wide = torch.cat([torch.zeros(16, 3), logits], 1)[:, 3:]  # another memory layout
+    assert sample(wide, rows) == together
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(temperature=1.0), SamplingParams(temperature=30.0), SamplingParams(temperature=9.0, top_p=0.99)],
+)
+def test_short_cut_for_large_vocabularies_is_exact(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = (torch.randn(64, 4000, generator=torch.Generator().manual_seed(3)) * 3).round(decimals=1)  # many ties
+    rows = [row(params, seed=1, position=i) for i in range(64)]
+    short = sample(logits, rows)
+    monkeypatch.setattr("server.engine.sampler._FIRST_RANKED", 10**6)
+    assert sample(logits, rows) == short
+
+
+def test_ties_are_ranked_by_id() -> None:
+    values = np.array([1.0, 2.0, 1.0, 2.0, 1.0])
+    assert ranked(values, 3).tolist() == [1, 3, 0]
+    assert ranked(values, 5).tolist() == [1, 3, 0, 2, 4]
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(4))
+    expected = torch.log_softmax(logits[0].double(), 0)
+    best = int(logits[0].argmax())
+    [chosen] = sample(logits, [row(SamplingParams(temperature=0.3, top_k=3, logprobs=4), banned=frozenset({best}))])
+    assert chosen.token_id != best
+    assert chosen.logprob == pytest.approx(float(expected[chosen.token_id]), abs=1e-12)
+    values, ids = expected.topk(4)
+    assert [i for i, _ in chosen.top] == ids.tolist()
+    assert [v for _, v in chosen.top] == pytest.approx(values.tolist(), abs=1e-12)
+
+
+def test_banned_ids_are_never_chosen() -> None:
+    logits = torch.tensor([[9.0, 8.0, 1.0]]).repeat(200, 1)
+    ban = frozenset({0, 99})
+    greedy = sample(logits, [row(banned=ban)] * 200)
+    drawn = sample(logits, [row(SamplingParams(temperature=5.0), position=i, banned=ban) for i in range(200)])
+    assert {t.token_id for t in greedy} == {1}
+    assert {t.token_id for t in drawn} == {1, 2}
+    assert logits[0, 0] == 9.0  # the caller's logits are left alone
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-300, 1e30])
+def test_extreme_temperatures_are_fine(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 500.0, -1e30, -torch.inf]])
+    [chosen] = sample(logits, [row(SamplingParams(temperature=temperature))])
+    assert chosen.token_id in range(3)
+
+
+def test_top_k_and_top_p_limits() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    for params in [SamplingParams(temperature=9.0, top_k=1), SamplingParams(temperature=9.0, top_p=1e-9)]:
+        assert {sample(logits, [row(params, position=i)])[0].token_id for i in range(50)} == {1}
+    assert sample(logits, [row(SamplingParams(temperature=9.0, top_k=100))])[0].token_id in range(3)
+
+
+def test_broken_rows_are_named() -> None:
+    logits = torch.zeros(4, 8)
+    logits[1, 3] = torch.nan
+    logits[3] = -torch.inf
+    with pytest.raises(NonFiniteLogits) as failure:
+        sample(logits, [row()] * 4)
+    assert failure.value.rows == (1, 3)
+
+
+def test_low_precision_logits_and_no_rows() -> None:
+    logits = torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)
+    [chosen] = sample(logits, [row(SamplingParams(logprobs=1))])
+    assert chosen.top[0][0] == chosen.token_id == 1
+    assert sample(torch.zeros(0, 8), []) == []
+    with pytest.raises(ValueError, match="1 rows of logits but 0"):
+        sample(logits, [])
+
+
+def test_all_greedy_batch_is_one_argmax() -> None:
+    logits = torch.randn(16, 20_000)
+    rows = [row()] * 16
+    argmax_s = min(_timed(lambda: logits.max(dim=-1)) for _ in range(10))
+    sample_s = min(_timed(lambda: sample(logits, rows)) for _ in range(10))
+    assert sample_s < 3 * argmax_s + 0.001
+
+
+def _timed(work: object) -> float:
+    start = time.perf_counter()
+    work()  # type: ignore[operator]
+    return time.perf_counter() - start

@@ -1,0 +1,213 @@
+"""Imports go one way: the packages of server/ may use each other only along these arrows."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+ANYTHING = ("server",)
+ARROWS: dict[str, tuple[str, ...]] = {
+    "server.model": ("server.model", "server.cache"),
+    "server.cache": ("server.cache",),
+    "server.engine": ("server.engine", "server.model", "server.cache"),
+    "server.transfer": ("server.transfer", "server.cache"),
+    "server.api": ("server.api", "server.engine.request"),
+    "server.prefill": ("server.prefill", "server.engine", "server.transfer", "server.cache"),
+    "server.decode": ("server.decode", "server.engine", "server.transfer", "server.cache"),
+}
+"""What each package may import of ours. ``server`` itself and its plain modules may import nothing of ours."""
+
+LAUNCHERS = ("server.prefill.launch", "server.prefill.__main__", "server.decode.launch", "server.decode.__main__")
+"""They wire a process up: anything but the other role."""
+
+OWNERS: dict[str, tuple[str, ...]] = {
+    "mooncake": ("server.transfer.engines",),
+    "zmq": ("server.transfer",),
+    "fastapi": ("server.api",),
+    "starlette": ("server.api",),
+    "uvicorn": ("server.api", "server.prefill", "server.decode"),
+    "prometheus_client": ("server.api", "server.transfer", "server.prefill", "server.decode"),
+}
+"""Which of our packages may import a third-party one (launchers may import any)."""
+
+SOCKETS = ("asyncio", "fastapi", "http", "httpx", "mooncake", "requests", "socket", "starlette", "uvicorn", "zmq")
+WITHOUT_SOCKETS = ("server.model", "server.cache")
+"""Packages that may not import :data:`SOCKETS`, nor anything of ours that does."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: ``module`` imports ``target`` (a module, or a name in one) on ``line``."""
+
+    module: str
+    target: str
+    line: int
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Every module of server/ by dotted name."""
+    found = {}
+    for path in sorted((root / "server").rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(module: str, path: Path, known: dict[str, Path]) -> Iterator[Import]:
+    """Every import of a module, wherever it stands (in functions and TYPE_CHECKING blocks too)."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(module, alias.name, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                yield Import(module, name if name in known else base, node.lineno)
+
+
+def within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def allowed(module: str) -> tuple[str, ...]:
+    """What ``module`` may import of ours."""
+    if module in LAUNCHERS:
+        return ANYTHING
+    package = ".".join(module.split(".")[:2])
+    return ARROWS.get(package, ())
+
+
+def violations(root: Path) -> list[str]:
+    """Every import of server/ under ``root`` against an arrow, as ``module:line imports target``."""
+    known = modules(root)
+    graph = {module: list(imports(module, path, known)) for module, path in known.items()}
+    found = []
+    for module, statements in graph.items():
+        for statement in statements:
+            other_role = "server.decode" if within(module, ("server.prefill",)) else "server.prefill"
+            ours = within(statement.target, ANYTHING)
+            wrong_arrow = ours and not within(statement.target, allowed(module))
+            wrong_role = module in LAUNCHERS and within(statement.target, (other_role,))
+            owners = OWNERS.get(statement.target.split(".")[0])
+            not_owner = owners is not None and module not in LAUNCHERS and not within(module, owners)
+            if wrong_arrow or wrong_role or not_owner:
+                found.append(f"{module}:{statement.line} imports {statement.target}")
+    found += socket_paths(graph)
+    return found
+
+
+def socket_paths(graph: dict[str, list[Import]]) -> list[str]:
+    """Chains of imports from a package of :data:`WITHOUT_SOCKETS` to a socket module, through any module of ours."""
+    found = []
+    for start in graph:
+        if not within(start, WITHOUT_SOCKETS):
+            continue
+        waiting, seen = [(start, start)], {start}
+        while waiting:
+            module, chain = waiting.pop()
+            for statement in graph.get(module, []):
+                if within(statement.target, SOCKETS):
+                    found.append(f"{chain} -> {statement.target}")
+                elif statement.target in graph and statement.target not in seen:
+                    seen.add(statement.target)
+                    waiting.append((statement.target, f"{chain} -> {statement.target}"))
+    return found
+
+
+def test_imports_go_one_way() -> None:
+    assert violations(ROOT) == []
+
+
+def test_every_package_has_its_arrows() -> None:
+    packages = {".".join(name.split(".")[:2]) for name, path in modules(ROOT).items() if path.parent != ROOT / "server"}
+    assert packages <= set(ARROWS)
+
+
+@pytest.mark.parametrize("package", WITHOUT_SOCKETS)
+def test_model_and_cache_load_without_the_network_stack(package: str) -> None:
+    names = sorted(name for name in modules(ROOT) if within(name, (package,)))
+    code = f"""
+import importlib, sys
+for name in {names!r}:
+    importlib.import_module(name)
+print(*sorted({{m.split(".")[0] for m in sys.modules}} & {{"fastapi", "mooncake", "uvicorn", "zmq"}}))
+print(*sorted(m for m in sys.modules if m.startswith(("server.api", "server.transfer", "server.engine"))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("module", "statement", "reported"),
+    [
+        (
+            "server/model/network.py",
+            "from server.engine import request",
+            "server.model.network:1 imports server.engine",
+        ),
+        ("server/model/network.py", "import socket", "server.model.network -> socket"),
+        ("server/cache/arena.py", "def f():\n    from server.model import network", "server.cache.arena:2 imports"),
+        (
+            "server/cache/arena.py",
+            "from ..transfer.rooms import x",
+            "server.cache.arena:1 imports server.transfer.rooms",
+        ),
+        ("server/engine/engine.py", "import server.transfer.rooms", "server.engine.engine:1 imports server.transfer"),
+        ("server/transfer/rooms.py", "import server.engine.request", "server.transfer.rooms:1 imports server.engine"),
+        (
+            "server/api/routes.py",
+            "from server.engine import engine",
+            "server.api.routes:1 imports server.engine.engine",
+        ),
+        ("server/api/routes.py", "import zmq.asyncio", "server.api.routes:1 imports zmq.asyncio"),
+        ("server/decode/node.py", "from server import prefill", "server.decode.node:1 imports server.prefill"),
+        ("server/decode/launch.py", "import server.prefill", "server.decode.launch:1 imports server.prefill"),
+        ("server/decode/node.py", "import server.api.app", "server.decode.node:1 imports server.api.app"),
+        ("server/transfer/rooms.py", "import mooncake.engine", "server.transfer.rooms:1 imports mooncake.engine"),
+        ("server/common.py", "import server.cache", "server.common:1 imports server.cache"),
+    ],
+)
+def test_a_wrong_import_is_reported(tmp_path: Path, module: str, statement: str, reported: str) -> None:
+    tree(tmp_path, {module: statement})
+    assert any(line.startswith(reported) for line in violations(tmp_path)), violations(tmp_path)
+
+
+def test_right_imports_are_not_reported(tmp_path: Path) -> None:
+    tree(
+        tmp_path,
+        {
+            "server/model/network.py": "import torch\nfrom server.cache import specs",
+            "server/api/routes.py": "import fastapi\nfrom server.engine.request import Backend\nfrom .app import x",
+            "server/decode/launch.py": "import uvicorn, zmq\nimport server.api.app, server.engine.engine",
+            "server/decode/node.py": "from server.transfer import rooms\nfrom server.engine import engine",
+            "server/transfer/engines/mooncake.py": "import mooncake.engine",
+        },
+    )
+    assert violations(tmp_path) == []
+
+
+def test_a_socket_behind_another_module_is_found(tmp_path: Path) -> None:
+    tree(tmp_path, {"server/model/network.py": "from server.cache import specs", "server/cache/specs.py": "import zmq"})
+    assert "server.model.network -> server.cache.specs -> zmq" in violations(tmp_path)
+
+
+def tree(root: Path, files: dict[str, str]) -> None:
+    """A server/ with the packages that the cases name, and ``files`` over it."""
+    plain = ["api/app", "cache/specs", "engine/engine", "engine/request", "prefill/node", "transfer/rooms"]
+    for name in [f"server/{stem}.py" for stem in plain] + ["server/prefill/__init__.py", *files]:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(files.get(name, ""), encoding="utf-8")
