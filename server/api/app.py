@@ -26,7 +26,7 @@ def create_app(
     app = FastAPI(
         title="dsv4-pd-server",
         version=version,
-        strict_content_type=False,  # curl -d without a header is JSON too
+        responses={"4XX": {"description": "The request's fault"}, "5XX": {"description": "The server's fault"}},
     )
     install_error_handlers(app)
     app.add_middleware(BodyLimit, max_nbytes=max_body_nbytes)

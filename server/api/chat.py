@@ -18,7 +18,7 @@ from server.engine.request import Backend, TokenizerLike, TokenLogprob, TokenOut
 def chat_router(backend: Backend) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", response_model=None, responses={"4XX": {"description": "Error"}})
+    @router.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation, spelt by the model directory's own chat template."""
         check_model(backend, body.model)

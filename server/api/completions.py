@@ -18,7 +18,7 @@ from server.engine.request import Backend, TokenizerLike, TokenLogprob, TokenOut
 def completions_router(backend: Backend) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=None, responses={"4XX": {"description": "Error"}})
+    @router.post("/v1/completions", response_model=None)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues each prompt."""
         check_model(backend, body.model)
@@ -54,7 +54,7 @@ class CompletionWriter:
     def __init__(self, tokenizer: TokenizerLike, echoes: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._echoes = list(echoes)
-        self._offsets = [len(echo) for echo in echoes]
+        self._offsets = [0] * len(echoes)
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         return {

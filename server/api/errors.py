@@ -89,6 +89,9 @@ async def _on_validation_error(_request: Request, error: Exception) -> Response:
         reason = first.get("ctx", {}).get("error", "syntax error")
         body = error_body(f"The body is not valid JSON: {reason}.", status=400, code="invalid_json")
         return error_response(body, 400)
+    if isinstance(error.body, bytes):
+        message = "The body must be JSON, with the header Content-Type: application/json."
+        return error_response(error_body(message, status=400, code="invalid_content_type"), 400)
     param = ".".join(str(part) for part in first["loc"][1:]) or None
     reason = str(first["msg"]).removeprefix("Value error, ")
     message = f"{param}: {reason}" if param else f"The body must be a JSON object: {reason}"

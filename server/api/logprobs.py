@@ -15,7 +15,7 @@ def finite(logprob: float) -> float:
 
 
 def token_key(tokenizer: TokenizerLike, token_id: int) -> str:
-    r"""The token's text, or ``bytes:\xe2\x80`` where it is a part of a character only, so that such tokens stay apart."""
+    r"""The token's text, or ``bytes:\xe2\x80`` for a part of a character, so that such tokens stay apart."""
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()

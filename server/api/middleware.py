@@ -37,7 +37,7 @@ class BodyLimit:
 
 
 class ResponseCount:
-    """Counts answers by route and status in ``pd_http_responses_total``."""
+    """Counts answers by route and status in ``pd_http_responses_total``, when they end."""
 
     def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
         self._app = app
@@ -50,13 +50,19 @@ class ResponseCount:
             await self._app(scope, receive, send)
             return
 
-        async def counted(message: Message) -> None:
+        status = 500  # what the client gets if the application ends without an answer
+
+        async def noted(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                route = getattr(scope.get("route"), "path", "other")
-                self._responses.labels(route=route, status=message["status"]).inc()
+                status = message["status"]
             await send(message)
 
-        await self._app(scope, receive, counted)
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self._responses.labels(route=route, status=status).inc()
 
 
 def _declared_nbytes(scope: Scope) -> int:

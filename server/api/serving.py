@@ -109,7 +109,7 @@ def _requests(
         raise InvalidRequest("n", f"{n_generations} generations (prompts times n) are more than {MAX_GENERATIONS}.")
     for token_id in body.stop_token_ids or ():
         check_token_id(backend, token_id, "stop_token_ids")
-    requests = []
+    requests: list[GenerationRequest] = []
     for ids in prompts:
         sampling = _fit_context(backend, body, len(ids), prompt_field)
         for sample in range(body.n_samples):
@@ -143,9 +143,10 @@ def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt
             code="context_length_exceeded",
         )
     if body.asked_max_tokens is not None and body.asked_max_tokens > room:
+        field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         raise InvalidRequest(
-            "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
-            f"{n_prompt} prompt tokens and {body.asked_max_tokens} tokens to generate do not fit the context of "
+            field,
+            f"{field}: {n_prompt} prompt tokens and {body.asked_max_tokens} tokens to generate do not fit the context of "
             f"{backend.max_context} tokens: at most {room} can be generated.",
             code="context_length_exceeded",
         )

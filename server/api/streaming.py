@@ -49,8 +49,8 @@ class EventStream(Response):
     """A streamed answer: one server-sent event for every chunk, then ``[DONE]``.
 
     The status line is out before the first chunk is made, so an error from ``chunks`` becomes an error event, and the
-    stream ends without ``[DONE]``. ``on_end`` is called on every way out; that the client has gone away is noticed between
-    chunks too.
+    stream ends without ``[DONE]``. ``on_end`` is called on every way out; that the client has gone away is noticed
+    between chunks too.
     """
 
     media_type = "text/event-stream"

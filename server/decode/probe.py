@@ -31,11 +31,11 @@ class Prober:
     async def ready(self, links: Callable[[], list[PeerLink]]) -> tuple[bool, str]:
         """Whether at least one of ``links()`` passes, and why not or through whom. Concurrent calls share one probe."""
         async with self._lock:
-            if time.monotonic() - self._last[0] < self._fresh_s:
-                return self._last[1:]
             registered = [link for link in links() if link.registered]
             if not registered:
-                return False, "; ".join(link.reason for link in links()) or "no prefill peer is configured"
+                return False, "; ".join(link.reason for link in links())
+            if time.monotonic() - self._last[0] < self._fresh_s:
+                return self._last[1:]
             results = await asyncio.gather(*(self._probe(lane % _LANES, link) for lane, link in enumerate(registered)))
             passed = any(error is None for error in results)
             reasons = "; ".join(

@@ -62,9 +62,8 @@ class CopyPlan:
             raise LayoutError(f"page size {source.layout.page_size} cannot be copied to {target.layout.page_size}")
         self._source, self._target, self._n = source, target, n
         self._live = live_positions(n, source.layout.window, components)
-        for name, rows in self._live.items():
-            for side in (source, target):
-                _check_holds(side, name, rows)
+        for side in (source, target):
+            check_holds(side, n, components)
 
     def full_pages(self, first: int, last: int) -> Push:
         """The pages ``first .. last - 1`` of the request, each completely filled by the prompt: whole page blocks."""
@@ -122,16 +121,21 @@ class CopyPlan:
             start = stop
 
 
-def _check_holds(side: Side, name: str, rows: range) -> None:
-    """A ring at least as long as the live rows, item ids inside the arena, enough pages."""
-    component, placement = side.layout.component(name), side.placement
-    items = (placement.slot,) if component.scope is Scope.SLOT else placement.pages
-    if len(set(items)) != len(items) or not all(1 <= item < component.items for item in items):
-        raise LayoutError(f"{name}: items {items} are not distinct ids in 1 .. {component.items - 1}")
-    held = component.rows if component.scope is Scope.SLOT else component.rows * len(placement.pages)
-    needed = len(rows) if component.scope is Scope.SLOT else rows.stop
-    if needed > held:
-        raise LayoutError(f"{name}: {needed} live rows do not fit into {held}")
+def check_holds(side: Side, n: int, components: Sequence[str]) -> None:
+    """That a request of ``n`` tokens fits where ``side`` says it lies: ids inside the arena, rings long enough, enough pages.
+
+    Raises :class:`LayoutError` that names the component.
+    """
+    for name, rows in live_positions(n, side.layout.window, components).items():
+        component, placement = side.layout.component(name), side.placement
+        is_slot = component.scope is Scope.SLOT
+        items = (placement.slot,) if is_slot else placement.pages
+        if len(set(items)) != len(items) or not all(1 <= item < component.items for item in items):
+            raise LayoutError(f"{name}: items {items[:8]} are not distinct ids in 1 .. {component.items - 1}")
+        held = component.rows * len(items)
+        needed = len(rows) if is_slot else rows.stop
+        if needed > held:
+            raise LayoutError(f"{name}: {needed} live rows do not fit into {held}")
 
 
 def _merge(copies: Iterable[Copy]) -> list[Copy]:

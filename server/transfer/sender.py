@@ -97,7 +97,7 @@ class _Room:
 
 @dataclass
 class _Job:
-    """A batch under way. Its result is sent once: when its last piece has ended, or earlier at the deadline."""
+    """A batch under way. Its result is sent once: when its last piece has ended, or as soon as one is ``UNKNOWN``."""
 
     send: SendJob
     room: _Room
@@ -326,22 +326,18 @@ class Sender:
         for job in self._jobs:
             if now < job.send.deadline_s or job.has_ended:
                 continue
-            late = f"the deadline passed after {now - job.started:.3f} s with {job.running} pieces in flight"
-            job.fail(
-                SendOutcome.UNKNOWN if job.running else SendOutcome.CANCELLED,
-                f"{late} and {len(job.waiting)} not submitted",
-            )
-            self._report(job)
+            left = f"{job.running} pieces in flight and {len(job.waiting)} not submitted"
+            outcome = SendOutcome.UNKNOWN if job.running else SendOutcome.CANCELLED
+            job.fail(outcome, f"the deadline passed after {now - job.started:.3f} s with {left}")
 
     def _report_ended(self) -> None:
+        """Report the batches of which nothing better can be learned; pieces left of an ``UNKNOWN`` one are polled on."""
         for job in self._jobs:
-            if job.has_ended:
+            if job.has_ended or job.outcome is SendOutcome.UNKNOWN:
                 self._report(job)
         self._jobs = [job for job in self._jobs if not job.is_reported]
 
     def _report(self, job: _Job) -> None:
-        if job.is_reported:
-            return
         job.is_reported = True
         job.room.batches -= 1
         self._drop_if_over(job)

@@ -23,11 +23,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class PeerProcess:
-    """A receiver in its own process; ``memory`` is the same pages as the registered region at ``address`` over there."""
+    """A receiver in its own process; ``memory`` is its registered region, which lies at ``address`` over there."""
 
     def __init__(self, path: Path, nbytes: int, session: str = "") -> None:
-        path.write_bytes(bytes(nbytes))
-        with path.open("r+b") as file:
+        with path.open("w+b") as file:
+            file.truncate(nbytes)
             self.memory: Bytes = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("peer_process.py")), str(path), *filter(None, [session])],
@@ -44,7 +44,11 @@ class PeerProcess:
         self.session, self.address = answer[0], int(answer[1])
 
     def freeze(self) -> None:
+        """Stop the process; when this returns, all of its threads stand still."""
         self.process.send_signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self.process.pid}/task")
+        while any((thread / "stat").read_text().rpartition(")")[2].split()[0] != "T" for thread in threads.iterdir()):
+            time.sleep(1e-3)
 
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""The sender thread over the loopback engine: one result a batch, and ``quiesced`` only when nothing can write any more."""
+"""The sender thread over the loopback engine: one result a batch, ``quiesced`` only when nothing can write any more."""
 
 from __future__ import annotations
 
@@ -275,6 +275,7 @@ def test_close_ends_every_batch_and_takes_no_more(results: Results) -> None:
     link.faults = dict.fromkeys(range(4), Fault.HANG)
     link.sender.send(make_job(link.pieces(0, 100), key="stuck"))
     link.sender.send(make_job(link.pieces(100, 100), key="waiting"))
+    time.sleep(0.05)
     assert link.sender.close(0.2)
     by_key = {result.key: result for result in (results.next(), results.next())}
     assert (by_key["waiting"].outcome, by_key["waiting"].quiesced) == (SendOutcome.CANCELLED, True)

@@ -134,7 +134,7 @@ def _force_tcp(forced: bool) -> Iterator[None]:
             del os.environ["MC_FORCE_TCP"]
 
 
-def describe_segment(session: str, timeout_s: float = PEER_ANSWER_TIMEOUT_S) -> SegmentDescription:
+def describe_segment(session: str, timeout_s: float) -> SegmentDescription:
     """Ask the engine at ``session`` what it is and which memory it has registered (Mooncake's own metadata request).
 
     Raises :class:`OSError` if it does not answer in time and :class:`ValueError` if the answer is not understood.
@@ -217,7 +217,7 @@ class MooncakeEngine:
 
     def _transport_in_use(self) -> str:
         try:
-            own = describe_segment(f"127.0.0.1:{self._rpc_port}")
+            own = describe_segment(f"127.0.0.1:{self._rpc_port}", PEER_ANSWER_TIMEOUT_S)
         except (OSError, ValueError) as error:
             log.warning("Mooncake does not say which transport it uses: %s", error)
             return "unknown"
@@ -291,7 +291,7 @@ class MooncakeEngine:
 
     def _meet(self, session: str) -> SegmentDescription:
         try:
-            peer = describe_segment(session)
+            peer = describe_segment(session, PEER_ANSWER_TIMEOUT_S)
         except (OSError, ValueError) as error:
             raise SubmitFailed(f"the Mooncake engine at {session} does not answer: {error}") from error
         if peer.protocol == "tcp" and peer.tcp_protocol_version < ACKNOWLEDGED_TCP_PROTOCOL:
@@ -309,7 +309,7 @@ class MooncakeEngine:
             return False
         at_first = self._peers[write.session]
         try:
-            now = describe_segment(write.session)
+            now = describe_segment(write.session, PEER_ANSWER_TIMEOUT_S)
         except (OSError, ValueError):
             self._silent_until[write.session] = time.monotonic() + PEER_ANSWER_TIMEOUT_S
             return False

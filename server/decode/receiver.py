@@ -1,0 +1,308 @@
+"""The decode node's rooms and peers: drives the room state machines with messages, ticks and checks, and fences lost peers.
+
+The :class:`RoomOwner` (the node) owns memory and clients; this file owns everything between ``Reserve`` and commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from server.cache.arena import Arena
+from server.cache.layout import Placement
+from server.decode.generation import NodeGeneration
+from server.decode.probe import Prober
+from server.decode.sessions import TransportSessions
+from server.decode.verify import Proof, verify
+from server.engine.request import GenerationRequest, RequestFailed, TokenLogprob
+from server.transfer.decode_room import (
+    Commit,
+    DecodeAction,
+    DecodeEvent,
+    DecodePhase,
+    DecodeRoom,
+    FailClient,
+    Fenced,
+    FencePeer,
+    Free,
+    Opened,
+    Verified,
+    Verify,
+)
+from server.transfer.manifest import Manifest, ModelIdentity, TransportIdentity, build_manifest
+from server.transfer.metrics import NodeMetrics
+from server.transfer.peer import PeerLink
+from server.transfer.protocol import (
+    Abort,
+    Done,
+    Failed,
+    PeerMessage,
+    ProbeDone,
+    Progress,
+    Quiesced,
+    Reserve,
+    Reserved,
+    RoomMessage,
+    RoomRequest,
+    Sampling,
+    pack_tokens,
+)
+from server.transfer.rooms import Deadlines, Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick
+
+log = logging.getLogger(__name__)
+
+_REMEMBERED_COMMITS = 4096
+
+
+@dataclass
+class Work:
+    """One request on the decode node, from its admission until its memory is free again."""
+
+    key: RoomKey
+    request: GenerationRequest
+    generation: NodeGeneration
+    enqueued: float
+    placement: Placement | None = None
+    link: PeerLink | None = None
+    room: DecodeRoom | None = None
+
+
+class RoomOwner(Protocol):
+    """What the node does when a room gets somewhere. Called in the event loop; must not block."""
+
+    def room_committed(self, work: Work, done: Done, first: TokenLogprob) -> None: ...
+
+    def room_failed(self, work: Work, failure: Failure) -> None: ...
+
+    def room_free(self, work: Work) -> None:
+        """Nothing writes into the room's memory any more."""
+        ...
+
+    def peers_changed(self) -> None: ...
+
+
+class Receiver:
+    """All peers and all rooms that are not committed yet."""
+
+    def __init__(
+        self,
+        owner: RoomOwner,
+        arena: Arena,
+        incarnation: str,
+        identity: ModelIdentity,
+        spec_tokens: int,
+        addresses: tuple[str, ...],
+        sessions: TransportSessions,
+        deadlines: Deadlines,
+        metrics: NodeMetrics,
+    ) -> None:
+        self.links = [PeerLink(address, self, deadlines, metrics) for address in addresses]
+        self._owner = owner
+        self._arena = arena
+        self._incarnation = incarnation
+        self._identity = identity
+        self._spec_tokens = spec_tokens
+        self._sessions = sessions
+        self._deadlines = deadlines
+        self._metrics = metrics
+        self._prober = Prober(arena, deadlines.probe_s)
+        self._works: dict[RoomKey, Work] = {}
+        self._committed: OrderedDict[RoomKey, DecodeRoom] = OrderedDict()
+        self._proofs: dict[RoomKey, Proof] = {}
+        self._checks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        for link in self.links:
+            link.start()
+
+    async def close(self) -> None:
+        """Ends the connections and the transport sessions; rooms should have been given up before."""
+        for link in self.links:
+            await link.close()
+        await asyncio.gather(*self._checks, return_exceptions=True)
+        await self._sessions.close()
+
+    def pick(self) -> PeerLink | None:
+        """The registered peer with the fewest rooms under way."""
+        return min((link for link in self.links if link.registered), key=self.outstanding, default=None)
+
+    def outstanding(self, link: PeerLink) -> int:
+        return sum(work.link is link for work in self._works.values())
+
+    def why_no_peer(self) -> str:
+        return "no prefill node is registered: " + "; ".join(link.reason for link in self.links if not link.registered)
+
+    async def ready(self) -> tuple[bool, str]:
+        return await self._prober.ready(lambda: self.links)
+
+    def open(self, work: Work, placement: Placement, link: PeerLink) -> None:
+        """Starts the room of ``work``: its memory is reserved and ``link`` will compute its prompt."""
+        if link.theirs is None:
+            raise RuntimeError(f"prefill {link.address} is not registered")
+        n_prompt_pages = -(-len(work.request.prompt_ids) // self._arena.layout.page_size)
+        deadlines = self._deadlines
+        reserve = Reserve(
+            prefill=link.theirs.incarnation,
+            decode=self._incarnation,
+            room=work.key.room,
+            epoch=work.key.epoch,
+            slot=placement.slot,
+            pages=placement.pages[:n_prompt_pages],
+            components=self._arena.layout.names,
+            request=RoomRequest(
+                request_id=work.request.request_id[:256],
+                prompt=pack_tokens(work.request.prompt_ids),
+                sampling=Sampling(**asdict(work.request.sampling)),
+            ),
+            silence_s=min(deadlines.queued_s, deadlines.prefill_s, deadlines.transfer_s),
+        )
+        work.placement, work.link = placement, link
+        work.room = DecodeRoom(reserve, deadlines, time.monotonic())
+        self._works[work.key] = work
+        self._step(work, Opened())
+
+    def give_up(self, work: Work, failure: Failure) -> None:
+        self._step(work, GivenUp(failure))
+
+    def tick(self) -> None:
+        for work in list(self._works.values()):
+            self._step(work, Tick())
+
+    # --- PeerHost -----------------------------------------------------------------------------------------------------
+
+    async def open_session(self, link: PeerLink) -> Manifest:
+        engine = await self._sessions.open(link.address)
+        self._on_fenced(link)
+        return build_manifest(
+            "decode",
+            self._incarnation,
+            self._identity,
+            TransportIdentity(engine.kind, engine.version, engine.transport),
+            self._arena.layout,
+            self._arena.ptr,
+            spec_tokens=self._spec_tokens,
+            session=engine.session,
+        )
+
+    async def fence(self, link: PeerLink) -> None:
+        await self._sessions.fence(link.address)
+        self._metrics.fenced()
+        self._on_fenced(link)
+
+    def on_registered(self, link: PeerLink) -> None:
+        self._owner.peers_changed()
+
+    def on_lost(self, link: PeerLink, failure: Failure) -> None:
+        for work in self._rooms_of(link):
+            self._step(work, PeerLost(failure))
+        self._owner.peers_changed()
+
+    def on_message(self, link: PeerLink, message: PeerMessage) -> None:
+        if isinstance(message, ProbeDone):
+            self._prober.on_done(message)
+        elif isinstance(message, Reserved | Progress | Done | Failed | Quiesced):
+            self._on_room_message(link, message)
+
+    def _on_room_message(self, link: PeerLink, message: Reserved | Progress | Done | Failed | Quiesced) -> None:
+        key = RoomKey(message.room, message.epoch, message.decode)
+        work = self._works.get(key)
+        if work is not None and work.link is link:
+            self._step(work, message)
+        elif key in self._committed:
+            for action in self._committed[key].handle(message, time.monotonic()):
+                if isinstance(action, Send):
+                    link.send(action.message)
+        else:
+            self._metrics.dropped("stale")
+            if isinstance(message, Progress | Done | Failed):
+                link.send(_abort_of_unknown(message))
+
+    # --- rooms --------------------------------------------------------------------------------------------------------
+
+    def _rooms_of(self, link: PeerLink) -> list[Work]:
+        return [work for work in self._works.values() if work.link is link]
+
+    def _on_fenced(self, link: PeerLink) -> None:
+        for work in self._rooms_of(link):
+            self._step(work, Fenced())
+
+    def _step(self, work: Work, event: DecodeEvent) -> None:
+        """Feeds one event to one room. An exception fails this room only."""
+        room = work.room
+        if room is None:
+            return
+        try:
+            for action in room.handle(event, time.monotonic()):
+                self._perform(work, room, action)
+        except Exception as error:
+            log.exception("%s failed on %s", work.key, type(event).__name__)
+            failure = Failure("internal_error", f"the decode node failed: {error!r}", 500)
+            if room.active:
+                self._step(work, GivenUp(failure))
+            else:
+                work.generation.fail(request_failed(failure))
+
+    def _perform(self, work: Work, room: DecodeRoom, action: DecodeAction) -> None:
+        match action:
+            case Send():
+                if work.link is not None:
+                    work.link.send(action.message)
+            case Verify():
+                task = asyncio.create_task(self._verify(work, action.done))
+                self._checks.add(task)
+                task.add_done_callback(self._checks.discard)
+            case Commit():
+                self._commit(work, action.done)
+            case FailClient():
+                self._owner.room_failed(work, action.failure)
+            case Free():
+                self._owner.room_free(work)
+            case FencePeer():
+                if work.link is not None:
+                    work.link.lose(Failure("fenced", f"transport session fenced: {action.reason}", 502))
+            case Forget():
+                self._forget(work.key, room, action)
+
+    async def _verify(self, work: Work, done: Done) -> None:
+        placement = work.placement
+        try:
+            if placement is None:
+                raise RuntimeError("the room has no memory")
+            proof = await asyncio.to_thread(verify, self._arena, placement, work.key, work.request, done)
+        except Exception as error:
+            log.exception("%s could not be checked", work.key)
+            proof = Proof(Failure("internal_error", f"what arrived could not be checked: {error!r}", 500))
+        self._proofs[work.key] = proof
+        self._step(work, Verified(proof.failure))
+        self._proofs.pop(work.key, None)
+
+    def _commit(self, work: Work, done: Done) -> None:
+        first = self._proofs[work.key].first
+        if first is None:
+            raise RuntimeError(f"{work.key} was committed without a first token")
+        self._metrics.transferred({sent.component: sent.nbytes for sent in done.sent}, done.pieces)
+        self._owner.room_committed(work, done, first)
+
+    def _forget(self, key: RoomKey, room: DecodeRoom, action: Forget) -> None:
+        self._metrics.room_ended(action.outcome, action.reason)
+        for phase, seconds in room.phase_s.items():
+            self._metrics.phase(phase, seconds)
+        del self._works[key]
+        if room.phase is DecodePhase.COMMITTED:
+            self._committed[key] = room
+            while len(self._committed) > _REMEMBERED_COMMITS:
+                self._committed.popitem(last=False)
+
+
+def request_failed(failure: Failure) -> RequestFailed:
+    """A room's failure as the client's error."""
+    return RequestFailed(failure.code, failure.reason, status=failure.status, component=failure.component or None)
+
+
+def _abort_of_unknown(message: RoomMessage) -> Abort:
+    ids = {"prefill": message.prefill, "decode": message.decode, "room": message.room, "epoch": message.epoch}
+    return Abort(**ids, reason="this decode node does not know the room")

@@ -1,0 +1,352 @@
+"""The prefill node's rooms: drives the room state machines with messages, engine events, sender results and ticks.
+
+What a room does next is decided by :mod:`server.transfer.prefill_room`; this file feeds it events and carries out its actions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from server.cache.allocator import Allocator, ItemState
+from server.cache.arena import Arena
+from server.cache.layout import Placement
+from server.cache.specs import LayoutError
+from server.engine.events import Cancel, ChunkComputed, Command, Event, Failed, Finished, Prefill, PrefillFinished
+from server.engine.events import Scrub, Scrubbed
+from server.engine.request import GenerationRequest
+from server.prefill.peers import PeerSender, ProbeKey, ProbeWriter
+from server.prefill.work import Batch, Outgoing, RoomWork, read_request
+from server.transfer.bootstrap import DecodePeer
+from server.transfer.engines.base import TransferEngine
+from server.transfer.faults import FaultSet
+from server.transfer.metrics import NodeMetrics
+from server.transfer.plan import Side, check_holds
+from server.transfer.prefill_room import (
+    Admitted,
+    Advanced,
+    BatchEnded,
+    CancelEngine,
+    CancelPush,
+    Clean,
+    Cleaned,
+    Computed,
+    EngineIdle,
+    PrefillAction,
+    PrefillEvent,
+    PrefillPhase,
+    PrefillRoom,
+    PushPages,
+    PushTail,
+    QueueMoved,
+    Release,
+    SenderGone,
+    failed_message,
+    room_ids,
+)
+from server.transfer.protocol import (
+    Abort,
+    AnyMessage,
+    Committed,
+    PeerMessage,
+    Probe,
+    ProtocolError,
+    Quiesced,
+    Rejected,
+    Reserve,
+    Writes,
+)
+from server.transfer.rooms import Deadlines, Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick, Tombstones
+from server.transfer.sender import SendOutcome, SendResult
+
+log = logging.getLogger(__name__)
+
+_SENDER_CLOSE_S = 5.0
+
+
+class RoomDesk:
+    """All rooms of a prefill node, from ``Reserve`` to release. ``send`` posts a message to a decode node.
+
+    ``max_context`` and ``vocab_size`` bound what is taken on. Lives in the event loop of the node.
+    """
+
+    def __init__(
+        self,
+        *,
+        arena: Arena,
+        allocator: Allocator,
+        submit_command: Callable[[Command], None],
+        make_transport: Callable[[], TransferEngine],
+        send: Callable[[DecodePeer, AnyMessage], None],
+        max_context: int,
+        vocab_size: int,
+        deadlines: Deadlines,
+        metrics: NodeMetrics,
+        faults: FaultSet,
+    ) -> None:
+        self.targets: dict[DecodePeer, PeerSender] = {}
+        self.works: dict[RoomKey, RoomWork] = {}
+        self.queue: deque[RoomWork] = deque()
+        self._arena = arena
+        self._allocator = allocator
+        self._submit_command = submit_command
+        self._make_transport = make_transport
+        self._send = send
+        self._max_tokens = min(max_context, allocator.capacity_tokens)
+        self._vocab_size = vocab_size
+        self._deadlines = deadlines
+        self._metrics = metrics
+        self._faults = faults
+        self._tombstones = Tombstones()
+        self._probes = ProbeWriter(arena, deadlines.probe_s, send)
+        self._closing: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._refusing: Failure | None = None
+
+    async def close(self) -> None:
+        """Ends every room, telling its decode node, and closes the senders."""
+        self.refuse_all(Failure("shutting_down", "the prefill node is shutting down", 503))
+        targets = list(self.targets.values())
+        await asyncio.gather(*(target.close(_SENDER_CLOSE_S) for target in targets), *self._closing)
+
+    def refuse_all(self, failure: Failure) -> None:
+        """Gives up every room, and every room that is still to come."""
+        self._refusing = failure
+        for work in list(self.works.values()):
+            self._step(work, GivenUp(failure))
+
+    def tick(self) -> None:
+        for work in list(self.works.values()):
+            self._step(work, Tick())
+
+    # --- BootstrapHandler ---------------------------------------------------------------------------------------------
+
+    def on_registered(self, peer: DecodePeer) -> None:
+        self.targets[peer] = PeerSender(peer, self._arena, self._make_transport, self._on_send_result)
+
+    def on_lost(self, peer: DecodePeer, failure: Failure) -> None:
+        target = self.targets.pop(peer, None)
+        if target is None:
+            return
+        for work in self._rooms_of(target):
+            self._step(work, PeerLost(failure))
+        self._tombstones.drop_peer(peer.incarnation)
+        task = asyncio.create_task(self._close_target(target))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close_target(self, target: PeerSender) -> None:
+        await target.close(_SENDER_CLOSE_S)
+        for work in self._rooms_of(target):
+            self._step(work, SenderGone())
+
+    def on_message(self, peer: DecodePeer, message: PeerMessage) -> None:
+        target = self.targets[peer]
+        match message:
+            case Probe():
+                self._probes.start(target, message)
+            case Reserve():
+                self._on_reserve(target, message)
+            case Abort() | Committed() | Rejected():
+                work = self.works.get(RoomKey(message.room, message.epoch, message.decode))
+                if work is not None:
+                    self._step(work, message)
+                elif isinstance(message, Abort):
+                    self._on_abort_of_unknown(peer, message)
+            case _:
+                self._metrics.dropped("direction")
+
+    def _on_reserve(self, target: PeerSender, reserve: Reserve) -> None:
+        key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
+        if key in self.works:
+            self._step(self.works[key], reserve)
+            return
+        stone = self._tombstones.refuses(key)
+        if stone is not None:
+            failure = stone.failure or Failure("room_over", f"{key} is over already", 409)
+            writes = Writes.SETTLING if self._tombstones.clean(key) else Writes.UNKNOWN
+            self._send(target.peer, failed_message(reserve, failure, writes))
+            return
+        try:
+            request = read_request(reserve)
+            failure_at_once = self._check(target, reserve, request)
+        except ProtocolError as error:
+            self._metrics.dropped(error.kind)
+            return
+        room = PrefillRoom(reserve, len(request.prompt_ids), self._deadlines, time.monotonic())
+        work = RoomWork(room, request, target)
+        self.works[key] = work
+        if failure_at_once is not None:
+            self._step(work, GivenUp(failure_at_once))
+            return
+        self._step(work, reserve)
+        self.queue.append(work)
+        self._admit()
+
+    def _check(self, target: PeerSender, reserve: Reserve, request: GenerationRequest) -> Failure | None:
+        """Why this node will never compute ``reserve``, or None."""
+        n = len(request.prompt_ids)
+        if self._refusing is not None:
+            return self._refusing
+        if any(work.room.key.room == reserve.room and work.target is target for work in self.works.values()):
+            return Failure("duplicate_room", f"room {reserve.room} is under way in another epoch", 409)
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocab_size:
+            return Failure("bad_token", f"a prompt token is not in the vocabulary of {self._vocab_size}", 400)
+        if n > self._max_tokens:
+            reason = f"the prompt has {n} tokens, the prefill node computes at most {self._max_tokens}"
+            return Failure("context_length_exceeded", reason, 400)
+        try:
+            check_holds(Side(target.peer.layout, Placement(reserve.slot, reserve.pages)), n, reserve.components)
+            for name in reserve.components:
+                self._arena.layout.component(name)
+        except LayoutError as error:
+            return Failure("bad_reserve", str(error), 400)
+        return None
+
+    def _on_abort_of_unknown(self, peer: DecodePeer, abort: Abort) -> None:
+        key = RoomKey(abort.room, abort.epoch, abort.decode)
+        failure = Failure("aborted", abort.reason, 499)
+        if self._tombstones.clean(key):
+            self._tombstones.bury(key, failure, clean=True)
+            self._send(peer, Quiesced(**room_ids(abort)))
+        else:
+            self._send(peer, failed_message(abort, failure, Writes.UNKNOWN))
+
+    # --- rooms --------------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Gives the head of the queue a slot, pages and the engine, again and again while there are any."""
+        while self.queue:
+            work = self.queue[0]
+            if work.room.phase is not PrefillPhase.QUEUED:
+                self.queue.popleft()
+                continue
+            placement = self._allocator.reserve(work.room.key, len(work.request.prompt_ids))
+            if placement is None:
+                return
+            self.queue.popleft()
+            self._start(work, placement)
+
+    def _start(self, work: RoomWork, placement: Placement) -> None:
+        key, reserve, n = work.room.key, work.room.reserve, len(work.request.prompt_ids)
+        try:
+            dropped = self._faults.drops(str(key))
+            work.outgoing = Outgoing(self._arena, placement, work.target.peer, reserve, n, dropped)
+        except LayoutError as error:
+            self._allocator.release(key)
+            self._step(work, GivenUp(Failure("bad_reserve", str(error), 400)))
+            return
+        work.placement = placement
+        self._step(work, Admitted())
+        self._submit_command(Prefill(key, work.request, placement, key.room, key.epoch))
+        self._queue_moved()
+
+    def _queue_moved(self) -> None:
+        for work in self.queue:
+            self._step(work, QueueMoved())
+
+    def _rooms_of(self, target: PeerSender) -> list[RoomWork]:
+        return [work for work in self.works.values() if work.target is target]
+
+    def _step(self, work: RoomWork, event: PrefillEvent) -> None:
+        """Feeds one event to one room. An exception fails this room only."""
+        try:
+            for action in work.room.handle(event, time.monotonic()):
+                self._perform(work, action)
+        except Exception as error:
+            log.exception("%s failed on %s", work.room.key, type(event).__name__)
+            if work.room.active:
+                self._step(work, GivenUp(Failure("internal_error", f"the prefill node failed: {error!r}", 500)))
+
+    def _perform(self, work: RoomWork, action: PrefillAction) -> None:
+        key, transfer_s = work.room.key, self._deadlines.transfer_s
+        match action:
+            case Send():
+                self._send(work.target.peer, action.message)
+            case PushPages() if work.outgoing is not None:
+                self._push(work, work.outgoing.push_pages(action.n_computed, transfer_s))
+            case PushTail() if work.outgoing is not None:
+                self._push(work, work.outgoing.push_tail(transfer_s))
+            case CancelEngine():
+                self._submit_command(Cancel(key))
+            case CancelPush():
+                work.target.sender.cancel(key)
+            case Clean() if work.placement is not None:
+                self._submit_command(Scrub(key, work.placement))
+            case Release():
+                self._release(work)
+            case Forget():
+                self._forget(work, action)
+            case _:
+                raise RuntimeError(f"{key} asks for {action} without memory")
+
+    def _push(self, work: RoomWork, batch: Batch | None) -> None:
+        if batch is None:
+            return
+        self._step(work, batch.event)
+        if batch.job is not None:
+            work.target.sender.send(batch.job)
+
+    def _release(self, work: RoomWork) -> None:
+        if self._allocator.state_of(work.room.key) is not ItemState.FREE:
+            self._allocator.release(work.room.key)
+        self._admit()
+
+    def _forget(self, work: RoomWork, action: Forget) -> None:
+        room = work.room
+        del self.works[room.key]
+        self._metrics.room_ended(action.outcome, action.reason)
+        for phase, seconds in room.phase_s.items():
+            self._metrics.phase(phase, seconds)
+        if action.outcome == "committed" and room.done is not None:
+            self._metrics.transferred({sent.component: sent.nbytes for sent in room.done.sent}, room.done.pieces)
+        if not work.target.peer.lost:
+            self._tombstones.bury(room.key, room.failure, clean=action.clean)
+        if action.clean:
+            work.target.sender.forget(room.key)
+
+    # --- the engine's and the sender's news ---------------------------------------------------------------------------
+
+    def on_engine_event(self, event: Event) -> None:
+        """Takes one of the engine's events about a room (in the event loop)."""
+        key = getattr(event, "key", None)
+        work = self.works.get(key) if isinstance(key, RoomKey) else None
+        if work is None:
+            return
+        match event:
+            case ChunkComputed():
+                self._queue_moved()
+                self._step(work, Advanced(event.n_computed))
+            case PrefillFinished():
+                self._step(work, Computed(event.digests, event.prefill_s, event.digest_s))
+            case Finished():
+                self._step(work, EngineIdle())
+            case Failed():
+                self._step(work, EngineIdle(Failure(event.code, event.message, 500)))
+            case Scrubbed():
+                self._step(work, Cleaned())
+            case _:
+                pass
+
+    def _on_send_result(self, result: SendResult) -> None:
+        """Called in a sender thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._on_sent, result)
+
+    def _on_sent(self, result: SendResult) -> None:
+        if isinstance(result.key, ProbeKey):
+            self._probes.on_result(result.key, result)
+            return
+        work = self.works.get(result.key) if isinstance(result.key, RoomKey) else None
+        if work is None:
+            return
+        failure = None
+        if result.outcome is not SendOutcome.APPLIED:
+            component = result.reason.partition(":")[0]
+            is_named = component in work.room.reserve.components
+            reason = f"the transfer ended {result.outcome}: {result.reason}"
+            failure = Failure("transfer_failed", reason, 502, component if is_named else "")
+        self._step(work, BatchEnded(result.batch_id, failure, result.quiesced))

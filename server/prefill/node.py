@@ -1,0 +1,161 @@
+"""The prefill node: rooms come in over the bootstrap socket, prompts go through the engine, state goes out through a sender.
+
+A room's way: ``Reserve`` -> queue -> slot, pages, engine -> pages pushed after each chunk -> tail pushed after the last -> ``Done``
+-> ``Committed`` -> scrubbed -> released (:mod:`.desk`). This file is the process around it: start, stop, health.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from server.cache.allocator import Allocator
+from server.cache.arena import Arena
+from server.engine.events import Command, Died, Event
+from server.engine.request import GenerationRequest, RequestFailed, SamplingParams, TokenizerLike
+from server.prefill.desk import RoomDesk
+from server.transfer.bootstrap import Bootstrap, DecodePeer
+from server.transfer.engines.base import TransferEngine
+from server.transfer.faults import FaultSet
+from server.transfer.manifest import ModelIdentity, TransportIdentity, build_manifest, new_incarnation
+from server.transfer.metrics import NodeMetrics
+from server.transfer.protocol import AnyMessage
+from server.transfer.rooms import Deadlines, Failure
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+
+
+@dataclass(frozen=True)
+class PrefillSettings:
+    """How a prefill node is set up. ``bootstrap_port`` 0 takes a free port; ``max_context`` is in tokens."""
+
+    model_name: str
+    max_context: int
+    bootstrap_host: str = "127.0.0.1"
+    bootstrap_port: int = 8998
+    spec_tokens: int = 0
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+
+class PrefillNode:
+    """Lives in one event loop; only :meth:`on_engine_event` may be called from another thread.
+
+    ``submit_command`` is the engine's inbox and ``make_transport`` builds one transport endpoint (one per decode registration;
+    the node registers the arena with it). The caller starts the engine after :meth:`start` and stops it after :meth:`stop`.
+    """
+
+    role = "prefill"
+
+    def __init__(
+        self,
+        settings: PrefillSettings,
+        *,
+        submit_command: Callable[[Command], None],
+        make_transport: Callable[[], TransferEngine],
+        arena: Arena,
+        allocator: Allocator,
+        identity: ModelIdentity,
+        tokenizer: TokenizerLike,
+        sampling_defaults: SamplingParams,
+        metrics: NodeMetrics,
+        faults: FaultSet | None = None,
+    ) -> None:
+        self.model_name = settings.model_name
+        self.max_context = settings.max_context
+        self.tokenizer = tokenizer
+        self.sampling_defaults = sampling_defaults
+        self.incarnation = new_incarnation()
+        self._settings = settings
+        self._submit_command = submit_command
+        self._make_transport = make_transport
+        self._arena = arena
+        self._allocator = allocator
+        self._identity = identity
+        self._metrics = metrics
+        self._faults = faults or FaultSet()
+        self._bootstrap: Bootstrap | None = None
+        self._targets: dict[DecodePeer, PeerSender] = {}
+        self._works: dict[RoomKey, RoomWork] = {}
+        self._queue: deque[RoomWork] = deque()
+        self._tombstones = Tombstones()
+        self._probes = ProbeWriter(arena, settings.deadlines.probe_s, self._send)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ticker: asyncio.Task[None] | None = None
+        self._died: str | None = None
+        self._stopping = False
+
+    @property
+    def bootstrap_port(self) -> int:
+        """The port that decode nodes connect to; 0 before :meth:`start`."""
+        return self._bootstrap.port if self._bootstrap is not None else 0
+
+    async def start(self) -> None:
+        """Tries the transport and opens the bootstrap port. Raises what either raises."""
+        self._loop = asyncio.get_running_loop()
+        transport = await asyncio.to_thread(_describe_transport, self._make_transport)
+        manifest = build_manifest(
+            "prefill",
+            self.incarnation,
+            self._identity,
+            transport,
+            self._arena.layout,
+            self._arena.ptr,
+            spec_tokens=self._settings.spec_tokens,
+        )
+        self._metrics.watch(
+            self._allocator,
+            queued=lambda: len(self._queue),
+            running=lambda: len(self._works) - len(self._queue),
+            peers=lambda: len(self._targets),
+        )
+        self._bootstrap = Bootstrap(manifest, self, self._settings.deadlines, self._metrics)
+        await self._bootstrap.start(self._settings.bootstrap_host, self._settings.bootstrap_port)
+        self._ticker = asyncio.create_task(self._tick_for_ever(), name="prefill ticker")
+
+    async def stop(self) -> None:
+        """Tells every decode node that its rooms are over, then closes the senders and the bootstrap port."""
+        self._stopping = True
+        for work in list(self._works.values()):
+            self._step(work, GivenUp(Failure("shutting_down", "the prefill node is shutting down", 503)))
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        targets = list(self._targets.values())
+        await asyncio.gather(*(target.close(_SENDER_CLOSE_S) for target in targets), *self._tasks)
+        if self._bootstrap is not None:
+            await self._bootstrap.close()
+
+    # --- Backend ------------------------------------------------------------------------------------------------------
+
+    def alive(self) -> tuple[bool, str]:
+        return (self._died is None, self._died or "")
+
+    async def ready(self) -> tuple[bool, str]:
+        """A prefill node is ready as soon as it takes registrations; the decode nodes probe the transfers."""
+        if self._died is not None or self._stopping:
+            return False, self._died or "the prefill node is shutting down"
+        return True, f"{len(self._targets)} decode nodes are registered"
+
+    def server_info(self) -> dict[str, Any]:
+        return {
+            "disaggregation_mode": self.role,
+            "served_model_name": self.model_name,
+            "max_context": self.max_context,
+            "incarnation": self.incarnation,
+            "bootstrap_port": self.bootstrap_port,
+            "model_fingerprint": self._identity.model,
+            "tokenizer_fingerprint": self._identity.tokenizer,
+            "dtype": self._identity.dtype,
+            "page_size": self._arena.layout.page_size,
+            "waiting": len(self._queue),
+            "allocator": self._allocator.counts(),
+            "faults": [str(fault) for fault in self._faults.faults],
+            "peers": [{"incarnation": peer.incarnation, "session": peer.manifest.session} for peer in self._targets],
+        }
+

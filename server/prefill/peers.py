@@ -1,0 +1,87 @@
+"""What the prefill node holds for one decode registration: the sender thread with its own transport engine, and readiness probes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import xxhash
+
+from server.cache.arena import Arena
+from server.cache.layout import PROBE_NBYTES, Run
+from server.transfer.bootstrap import DecodePeer
+from server.transfer.engines.base import TransferEngine
+from server.transfer.protocol import PROBE_BLOCK_NBYTES, Probe, ProbeDone, clip
+from server.transfer.sender import Piece, Sender, SendJob, SendOutcome, SendResult
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ProbeKey:
+    """Names a probe write to the sender."""
+
+    nonce: int
+    decode: str
+
+
+class PeerSender:
+    """One registration of a decode process and the thread that writes into its memory. A new registration gets a new one."""
+
+    def __init__(
+        self, peer: DecodePeer, arena: Arena, make_transport: Callable[[], TransferEngine], on_result: Callable[[SendResult], None]
+    ) -> None:
+        self.peer = peer
+        self._arena = arena
+        self._make_transport = make_transport
+        self.sender = Sender(self._make_engine, peer.manifest.session, on_result, f"sender {peer.incarnation[:8]}")
+        self.sender.start()
+
+    def _make_engine(self) -> TransferEngine:
+        engine = self._make_transport()
+        engine.register(self._arena.ptr, self._arena.nbytes)
+        return engine
+
+    async def close(self, timeout_s: float) -> None:
+        """Ends the thread; pieces still in flight after ``timeout_s`` are left to the decode node's fence."""
+        if not await asyncio.to_thread(self.sender.close, timeout_s):
+            log.error("the sender thread of %s is stuck in the transport", self.peer)
+
+
+class ProbeWriter:
+    """Answers probes: writes a random block through the real sender, at most one per lane of the probe region at a time."""
+
+    def __init__(self, arena: Arena, deadline_s: float, answer: Callable[[DecodePeer, ProbeDone], None]) -> None:
+        self._arena = arena
+        self._deadline_s = deadline_s
+        self._answer = answer
+        self._free_lanes = list(range(PROBE_NBYTES // PROBE_BLOCK_NBYTES))
+        self._running: dict[ProbeKey, tuple[DecodePeer, Probe, int, int]] = {}
+
+    def start(self, target: PeerSender, probe: Probe) -> None:
+        if not self._free_lanes:
+            self._reply(target.peer, probe, 0, "too many probes at once")
+            return
+        lane = self._free_lanes.pop()
+        offset, block = lane * PROBE_BLOCK_NBYTES, os.urandom(PROBE_BLOCK_NBYTES)
+        self._arena.write(Run(offset, PROBE_BLOCK_NBYTES), block)
+        key = ProbeKey(probe.nonce, probe.decode)
+        self._running[key] = (target.peer, probe, lane, xxhash.xxh3_64(block).intdigest())
+        destination = target.peer.manifest.arena_base + probe.offset
+        piece = Piece("probe", self._arena.ptr + offset, destination, PROBE_BLOCK_NBYTES)
+        target.sender.send(SendJob(key, 0, (piece,), time.monotonic() + self._deadline_s))
+
+    def on_result(self, key: ProbeKey, result: SendResult) -> None:
+        running = self._running.pop(key, None)
+        if running is None:
+            return
+        peer, probe, lane, digest = running
+        self._free_lanes.append(lane)
+        self._reply(peer, probe, digest, "" if result.outcome is SendOutcome.APPLIED else result.reason or result.outcome)
+
+    def _reply(self, peer: DecodePeer, probe: Probe, digest: int, reason: str) -> None:
+        self._answer(peer, ProbeDone(probe.prefill, probe.decode, probe.nonce, digest, clip(reason)))

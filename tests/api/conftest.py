@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from server.api import create_app
+from server.engine.tokenizer import Tokenizer
+from tests.api.byte_bpe import write_tokenizer_dir
+from tests.api.fakes import FakeBackend
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer_dir(tmp_path_factory.mktemp("bpe")))
+
+
+@pytest.fixture
+def backend(tokenizer: Tokenizer) -> FakeBackend:
+    return FakeBackend(tokenizer)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def app(backend: FakeBackend, registry: CollectorRegistry) -> FastAPI:
+    return create_app(backend, registry, max_body_nbytes=100_000)
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
+
+@pytest.fixture
+def server_url(app: FastAPI) -> Iterator[str]:
+    """The app behind a real uvicorn on a loopback port, in a thread of its own."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+        thread.start()
+        while not server.started:
+            thread.join(0.01)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()

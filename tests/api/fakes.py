@@ -1,0 +1,126 @@
+"""A backend without a model: it answers with a fixed text, through the real tokenizer and output processor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from server.engine.request import (
+    FinishReason,
+    GenerationRequest,
+    RequestFailed,
+    RouteInfo,
+    SamplingParams,
+    TokenLogprob,
+    TokenOutput,
+)
+from server.engine.stopping import OutputProcessor
+from server.engine.tokenizer import Tokenizer
+
+
+@dataclass
+class Script:
+    """What the next generations do."""
+
+    answer: str = "Tom has 42 äpfel 🦊"
+    refuse: RequestFailed | None = None
+    refuse_from: int = 0
+    """Index of the first submitted request that is refused."""
+    route_error: RequestFailed | None = None
+    route_hangs: bool = False
+    fail_after: int | None = None
+    """Number of tokens after which the generation raises ``failure``."""
+    failure: Exception = field(default_factory=lambda: RequestFailed("room_failed", "the room failed", component="swa"))
+    hang_after: int | None = None
+    tokens_a_step: int = 1
+    end: str = "eos"
+    """``eos``; or ``abort`` / ``silent``: the server gives up with or without saying so."""
+
+
+class FakeGeneration:
+    def __init__(self, request: GenerationRequest, script: Script, tokenizer: Tokenizer, room: int | None) -> None:
+        self.request = request
+        self.script = script
+        self.tokenizer = tokenizer
+        self.room = room
+        self.aborted = False
+        self.ended = False
+
+    async def route(self) -> RouteInfo:
+        if self.script.route_hangs:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+        if self.script.route_error is not None:
+            raise self.script.route_error
+        return RouteInfo("local" if self.room is None else "10.0.0.1:8998", self.room)
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    async def __aiter__(self) -> AsyncIterator[TokenOutput]:
+        processor = OutputProcessor(self.tokenizer, self.request.sampling, self.request.prompt_ids)
+        ids = [*self.tokenizer.encode(self.script.answer)[1:], 1]
+        for n_done in range(0, len(ids), self.script.tokens_a_step):
+            await asyncio.sleep(0)
+            if self.script.hang_after is not None and n_done >= self.script.hang_after:
+                await asyncio.Event().wait()
+            if self.script.fail_after is not None and n_done >= self.script.fail_after:
+                raise self.script.failure
+            step = ids[n_done : n_done + self.script.tokens_a_step]
+            if step[-1] == 1 and self.script.end == "silent":
+                return
+            if step[-1] == 1 and self.script.end == "abort":
+                yield TokenOutput((), "", finish_reason=FinishReason.ABORT)
+                return
+            output = processor.feed(step, [self._logprob(i) for i in step])
+            assert output is not None
+            self.ended = output.finish_reason is not None
+            yield output
+            if self.ended:
+                return
+
+    def _logprob(self, token_id: int) -> TokenLogprob:
+        n_top = self.request.sampling.logprobs or 0
+        return TokenLogprob(token_id, -0.5, tuple((10 + i, -1.0 - i if i else float("-inf")) for i in range(n_top)))
+
+
+class FakeBackend:
+    model_name = "tiny"
+    max_context = 256
+
+    def __init__(self, tokenizer: Tokenizer, role: str = "decode") -> None:
+        self.role = role
+        self.tokenizer = tokenizer
+        self.sampling_defaults = SamplingParams(max_tokens=64)
+        self.script = Script()
+        self.health: tuple[bool, str] = (True, "running")
+        self.readiness: tuple[bool, str] = (True, "probe answered")
+        self.first_room: int | None = 2**62 + 1
+        self.generations: list[FakeGeneration] = []
+
+    def submit(self, request: GenerationRequest) -> FakeGeneration:
+        if self.script.refuse is not None and len(self.generations) >= self.script.refuse_from:
+            raise self.script.refuse
+        room = None if self.first_room is None else self.first_room + len(self.generations)
+        generation = FakeGeneration(request, self.script, self.tokenizer, room)
+        self.generations.append(generation)
+        return generation
+
+    def alive(self) -> tuple[bool, str]:
+        return self.health
+
+    async def ready(self) -> tuple[bool, str]:
+        return self.readiness
+
+    def server_info(self) -> dict[str, Any]:
+        return {"model_path": "/models/tiny", "architectures": ["DeepseekV4ForCausalLM"], "pages": 64}
+
+    @property
+    def requests(self) -> list[GenerationRequest]:
+        return [generation.request for generation in self.generations]
+
+    def all_over(self) -> bool:
+        """Whether no generation was left running: each has ended by itself or was aborted."""
+        return all(generation.ended or generation.aborted for generation in self.generations)

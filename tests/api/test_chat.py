@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from server.engine.tokenizer import Tokenizer
+from tests.api.fakes import FakeBackend
+from tests.api.test_completions import ANSWER, events
+
+HELLO = [{"role": "user", "content": "How many?"}]
+CHAT = "/v1/chat/completions"
+
+
+async def chat(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
+    return await client.post(CHAT, json={"model": "tiny", "messages": HELLO, **body})
+
+
+async def test_answers_a_conversation(client: httpx.AsyncClient, backend: FakeBackend, tokenizer: Tokenizer) -> None:
+    body = (await chat(client)).json()
+    assert body["object"] == "chat.completion"
+    [choice] = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": ANSWER, "refusal": None}
+    assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
+    assert list(backend.requests[0].prompt_ids) == tokenizer.apply_chat_template(HELLO)
+    assert body["usage"]["prompt_tokens"] == len(backend.requests[0].prompt_ids)
+
+
+async def test_content_may_be_text_parts(client: httpx.AsyncClient, backend: FakeBackend, tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "How"}, {"type": "text", "text": "many?"}]
+    await chat(client, messages=[{"role": "user", "content": parts}])
+    expected = tokenizer.apply_chat_template([{"role": "user", "content": "How\nmany?"}])
+    assert list(backend.requests[0].prompt_ids) == expected
+
+
+async def test_assistant_message_may_have_no_content(client: httpx.AsyncClient) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": None}, {"role": "user", "content": "x", "name": "Tom"}]
+    assert (await chat(client, messages=messages)).status_code == 200
+
+
+async def test_template_kwargs(client: httpx.AsyncClient, backend: FakeBackend, tokenizer: Tokenizer) -> None:
+    await chat(client, chat_template_kwargs={"thinking": True})
+    assert tokenizer.decode(list(backend.requests[0].prompt_ids)).endswith("think")
+    await chat(client, add_generation_prompt=False)
+    assert list(backend.requests[1].prompt_ids) == tokenizer.apply_chat_template(HELLO, add_generation_prompt=False)
+
+
+async def test_both_names_of_max_tokens(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    await chat(client, max_tokens=3)
+    await chat(client, max_completion_tokens=4)
+    await chat(client, max_tokens=3, max_completion_tokens=4)
+    assert [request.sampling.max_tokens for request in backend.requests] == [3, 4, 4]
+
+
+async def test_stream_begins_with_the_role(client: httpx.AsyncClient) -> None:
+    chunks = await events(client, CHAT, messages=HELLO, n=2, stream_options={"include_usage": True})
+    assert chunks[-1] == "[DONE]"
+    assert chunks[-2]["choices"] == []
+    texts = {0: "", 1: ""}
+    roles = {0: 0, 1: 0}
+    for chunk in chunks[:-2]:
+        assert chunk["object"] == "chat.completion.chunk"
+        [choice] = chunk["choices"]
+        roles[choice["index"]] += choice["delta"].get("role") == "assistant"
+        assert roles[choice["index"]] == 1  # before any text
+        texts[choice["index"]] += choice["delta"].get("content") or ""
+    assert texts == {0: ANSWER, 1: ANSWER}
+    assert chunks[-3]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_logprobs(client: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    content = (await chat(client, logprobs=True, top_logprobs=2)).json()["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content[:-1]).decode() == ANSWER
+    assert content[-1]["token"] == "<eos>"
+    assert len(content[0]["top_logprobs"]) == 2
+    plain = (await chat(client, logprobs=True)).json()["choices"][0]["logprobs"]["content"]
+    assert plain[0]["top_logprobs"] == []
+    chunks = await events(client, CHAT, messages=HELLO, logprobs=True)
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks[:-1]]
+    assert [entry for part in parts if part for entry in part["content"]] == plain
+
+
+async def test_fields_that_routers_and_tools_add_are_taken(client: httpx.AsyncClient) -> None:
+    answer = await chat(
+        client,
+        bootstrap_host="127.0.0.1",
+        bootstrap_port=8998,
+        bootstrap_room=2**62,
+        logprobs=False,
+        stream=False,
+        no_stop_trim=False,
+        ignore_eos=False,
+        continue_final_message=False,
+        skip_special_tokens=True,
+        separate_reasoning=True,
+        stream_reasoning=True,
+        return_hidden_states=False,
+        response_format={"type": "text"},
+        frequency_penalty=0,
+        presence_penalty=0.0,
+        repetition_penalty=1.0,
+        logit_bias={},
+        tools=[],
+        tool_choice="none",
+        temperature=0,
+    )
+    assert answer.status_code == 200, answer.text

@@ -1,0 +1,79 @@
+"""A client that goes away is an abort, in every phase, over real sockets."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from server.api.generations import Generations
+from server.engine.request import GenerationRequest
+from tests.api.fakes import FakeBackend
+
+ABORT_WITHIN_S = 2.0
+
+
+def wait_for(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + ABORT_WITHIN_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def post_and_leave(url: str, **body: object) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json={"prompt": "x", **body}, timeout=0.3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_while_the_prompt_is_computed(server_url: str, backend: FakeBackend, stream: bool) -> None:
+    backend.script.route_hangs = True
+    post_and_leave(server_url, stream=stream, n=2)
+    assert wait_for(lambda: len(backend.generations) == 2 and all(g.aborted for g in backend.generations))
+
+
+def test_while_a_whole_answer_is_generated(server_url: str, backend: FakeBackend) -> None:
+    backend.script.hang_after = 2
+    post_and_leave(server_url, n=2)
+    assert wait_for(lambda: all(g.aborted for g in backend.generations))
+
+
+def test_in_a_stream_even_if_no_token_comes(server_url: str, backend: FakeBackend) -> None:
+    backend.script.hang_after = 2
+    body = {"prompt": "x", "stream": True}
+    with httpx.stream("POST", f"{server_url}/v1/completions", json=body, timeout=5) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["x-pd-prefill"] == "10.0.0.1:8998"
+        next(answer.iter_lines())
+    assert wait_for(lambda: backend.generations[0].aborted)
+
+
+def test_server_goes_on_afterwards(server_url: str, backend: FakeBackend) -> None:
+    backend.script.hang_after = 2
+    post_and_leave(server_url)
+    backend.script.hang_after = None
+    assert httpx.post(f"{server_url}/v1/completions", json={"prompt": "x"}).status_code == 200
+    assert not backend.generations[-1].aborted  # it came to its end by itself
+
+
+def test_http2_preface_is_refused_at_once(server_url: str) -> None:
+    host, port = server_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=2) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00")
+        connection.settimeout(2)
+        assert connection.recv(100)[:10] in (b"HTTP/1.1 4", b"")
+
+
+async def test_reader_that_stops_early_leaves_nothing_running(backend: FakeBackend) -> None:
+    generations = Generations(backend, [GenerationRequest(str(i), (5, 6)) for i in range(3)])
+    outputs = generations.outputs()
+    await anext(outputs)
+    await outputs.aclose()
+    generations.abort()
+    generations.abort()
+    assert all(generation.aborted for generation in backend.generations)

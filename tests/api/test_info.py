@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+
+from server.api import create_app
+from server.engine.tokenizer import Tokenizer
+from tests.api.fakes import FakeBackend
+from tests.api.test_completions import complete
+
+
+async def test_models(client: httpx.AsyncClient) -> None:
+    [card] = (await client.get("/v1/models")).json()["data"]
+    assert (card["id"], card["max_model_len"]) == ("tiny", 256)
+    assert (await client.get("/v1/models/tiny")).json() == card
+    answer = await client.get("/v1/models/some/other")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
+async def test_health_and_readiness_give_the_reason(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    assert (await client.get("/health")).json() == {"status": "ok", "role": "decode", "reason": "running"}
+    assert (await client.get("/ready")).status_code == 200
+    backend.health = (False, "engine thread died: boom")
+    backend.readiness = (False, "no prefill node answers")
+    for path, reason in [("/health", "engine thread died: boom"), ("/ready", "no prefill node answers")]:
+        answer = await client.get(path)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == reason
+        assert "retry-after" in answer.headers
+
+
+async def test_server_and_model_info(client: httpx.AsyncClient) -> None:
+    info = (await client.get("/server_info")).json()
+    assert info["served_model_name"] == "tiny"
+    assert info["disaggregation_mode"] == "decode"
+    assert info["pages"] == 64
+    model = (await client.get("/model_info")).json()
+    assert model["architectures"] == ["DeepseekV4ForCausalLM"]
+    assert "pages" not in model
+
+
+async def test_metrics_show_the_registry_and_the_answers(
+    client: httpx.AsyncClient, registry: CollectorRegistry
+) -> None:
+    Gauge("pd_slots", "slots", ["state"], registry=registry).labels(state="free").set(3)
+    await complete(client)
+    await complete(client, n=0)
+    await client.get("/v1/models/what/ever")
+    text = (await client.get("/metrics")).text
+    assert 'pd_slots{state="free"} 3.0' in text
+    assert 'pd_http_responses_total{route="/v1/completions",status="200"} 1.0' in text
+    assert 'pd_http_responses_total{route="/v1/completions",status="400"} 1.0' in text
+    assert 'pd_http_responses_total{route="/v1/models/{model_id:path}",status="404"} 1.0' in text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_prefill_node_has_health_and_information_only(tokenizer: Tokenizer, path: str) -> None:
+    app = create_app(FakeBackend(tokenizer, role="prefill"), CollectorRegistry())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        for info in ("/health", "/ready", "/server_info", "/model_info", "/metrics"):
+            assert (await client.get(info)).status_code == 200
+        answer = await client.post(path, json={})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "wrong_role"
+        assert "prefill node" in answer.json()["error"]["message"]

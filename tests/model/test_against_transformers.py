@@ -1,0 +1,107 @@
+"""Logits of every position against transformers in fp32, over the boundary prompt lengths, then greedy decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from server.cache.layout import Placement
+from server.model.batch import Segment
+from tests.model.conftest import Pair, make_runner, prefill
+
+LENGTHS = [1, 3, 4, 5, 18, "W-1", "W", "W+1", 127, 128, 129, 255, 256, 257, 511, 512, 513, 1025]
+QUICK = [1, 4, 18, "W", 129, 257, 513]
+CHUNKS = [1, 7, 64, 256, 2048]
+PLACEMENT = Placement(3, (7, 2, 11, 5, 13, 1))
+
+
+def tokens_for(n: int, vocab: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def length(n: int | str, window: int) -> int:
+    return n if isinstance(n, int) else window + {"W-1": -1, "W": 0, "W+1": 1}[n]
+
+
+def check_logits(pair: Pair, n: int, chunk: int) -> None:
+    ids = tokens_for(n, pair.model.config.vocab_size)
+    expected = pair.reference(ids)
+    ours = prefill(make_runner(pair.model), ids, PLACEMENT, chunk)
+    error = ((ours - expected).abs().amax(-1) / expected.abs().amax(-1)).max().item()
+    assert error < 1e-4, f"n={n} chunk={chunk}: relative error {error:.2e}"
+
+
+def check_greedy(pair: Pair, n: int, steps: int) -> None:
+    """Decoding token by token picks what transformers picks for the whole text (a teacher-forced check, no caches there)."""
+    ids = tokens_for(n, pair.model.config.vocab_size, seed=1)
+    runner = make_runner(pair.model)
+    text = list(ids)
+    text.append(int(prefill(runner, ids, PLACEMENT, 64)[-1].argmax()))
+    for _ in range(steps - 1):
+        segment = Segment(text[-1:], len(text) - 1, PLACEMENT)
+        text.append(int(runner.forward([segment]).logits[0].argmax()))
+    expected = pair.reference(text[:-1])[n - 1 :].argmax(-1).tolist()
+    assert text[n:] == expected
+
+
+def check_generate(pair: Pair, n: int, steps: int) -> None:
+    """The same, against ``generate`` with transformers' own cache."""
+    ids = tokens_for(n, pair.model.config.vocab_size, seed=2)
+    runner = make_runner(pair.model)
+    out = pair.oracle.generate(
+        torch.tensor([ids]), max_new_tokens=steps, min_new_tokens=steps, do_sample=False, pad_token_id=2
+    )
+    text = list(ids)
+    text.append(_argmax_without_eos(prefill(runner, ids, PLACEMENT, 256)[-1]))
+    for _ in range(steps - 1):
+        segment = Segment(text[-1:], len(text) - 1, PLACEMENT)
+        text.append(_argmax_without_eos(runner.forward([segment]).logits[0]))
+    assert text == out[0].tolist()
+
+
+def _argmax_without_eos(logits: torch.Tensor) -> int:
+    logits = logits.clone()
+    logits[1] = -torch.inf
+    return int(logits.argmax())
+
+
+@pytest.mark.parametrize("n", QUICK)
+def test_logits_of_the_bundled_checkpoint(bundled_pair: Pair, n: int | str) -> None:
+    check_logits(bundled_pair, length(n, bundled_pair.model.config.sliding_window), 64)
+
+
+@pytest.mark.parametrize("n", QUICK)
+def test_logits_of_a_random_checkpoint(random_pairs: Callable[[int], Pair], n: int | str) -> None:
+    pair = random_pairs(0)
+    check_logits(pair, length(n, pair.model.config.sliding_window), 7 if n != 513 else 256)
+
+
+def test_forty_greedy_tokens(bundled_pair: Pair, random_pairs: Callable[[int], Pair]) -> None:
+    for pair in (bundled_pair, random_pairs(0)):
+        check_greedy(pair, 125, 40)
+        check_generate(pair, 253, 40)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_whole_grid(
+    bundled_pair: Pair, random_pairs: Callable[[int], Pair], seed: int | None, chunk: int
+) -> None:
+    pair = bundled_pair if seed is None else random_pairs(seed)
+    for n in LENGTHS:
+        check_logits(pair, length(n, pair.model.config.sliding_window), chunk)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_greedy_from_every_length(
+    bundled_pair: Pair, random_pairs: Callable[[int], Pair], seed: int | None
+) -> None:
+    pair = bundled_pair if seed is None else random_pairs(seed)
+    for n in LENGTHS:
+        check_greedy(pair, length(n, pair.model.config.sliding_window), 40)

@@ -1,0 +1,157 @@
+"""Small random DeepSeek-V4 checkpoints, made with transformers, so that the weights and the oracle come from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+BUNDLED = Path(__file__).parents[2] / "server" / "assets" / "tiny-dsv4"
+
+SMALL: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "hidden_size": 64,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 32,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "num_hash_layers": 2,
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 0.5,
+    "index_n_heads": 32,
+    "index_head_dim": 16,
+    "index_topk": 24,
+    "sliding_window": 32,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 256,
+    },
+    "max_position_embeddings": 4096,
+    "vocab_size": 320,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "num_nextn_predict_layers": 0,
+    "compress_ratios": [0, 4, 128, 4, 128, 0],
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+}
+
+
+def write_checkpoint(path: Path, *, seed: int = 0, shards: int = 1, **changes: Any) -> DeepseekV4ForCausalLM:
+    """Writes a random checkpoint with official keys and returns the transformers model with the same weights.
+
+    Every tensor is random, also those that usually start at zero or one (biases, norms, sinks, ``ape``), so that
+    leaving one out shows.
+    """
+    raw = {**SMALL, **changes}
+    torch.manual_seed(seed)
+    model = DeepseekV4ForCausalLM(DeepseekV4Config.from_dict(dict(raw))).float().eval()
+    for name, tensor in model.state_dict().items():
+        if name.endswith("tid2eid"):
+            order = torch.rand(tensor.shape[0], raw["n_routed_experts"]).argsort(dim=1)
+            tensor.copy_(order[:, : raw["num_experts_per_tok"]])
+        elif "norm" in name:
+            tensor.copy_(1 + 0.2 * torch.randn_like(tensor))
+        elif tensor.dim() < 2 or "position_bias" in name:
+            tensor.copy_(0.5 * torch.randn_like(tensor))
+        else:
+            tensor.copy_(torch.randn_like(tensor) * 1.5 / tensor.shape[-1] ** 0.5)
+    save_official(path, official_tensors(model), shards)
+    (path / "config.json").write_text(json.dumps(raw))
+    return model
+
+
+_RENAMES = (
+    (r"^model\.", ""),
+    (r"^lm_head\.", "head."),
+    (r"^embed_tokens\.", "embed."),
+    (r"^hc_head\.hc_(\w+)$", r"hc_head_\1"),
+    (r"\.(attn|ffn)_hc\.(fn|base|scale)$", r".hc_\1_\2"),
+    (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.self_attn\.compressor\.indexer\.(kv_proj|gate_proj|position_bias|kv_norm)", r".attn.indexer.compressor.\1"),
+    (r"\.self_attn\.compressor\.indexer\.q_b_proj\.", ".attn.indexer.wq_b."),
+    (r"\.self_attn\.compressor\.indexer\.scorer\.", ".attn.indexer."),
+    (r"\.self_attn\.", ".attn."),
+    (r"compressor\.kv_proj\.", "compressor.wkv."),
+    (r"compressor\.gate_proj\.", "compressor.wgate."),
+    (r"compressor\.position_bias$", "compressor.ape"),
+    (r"compressor\.kv_norm\.", "compressor.norm."),
+    (r"\.q_a_proj\.", ".wq_a."),
+    (r"\.q_b_proj\.", ".wq_b."),
+    (r"\.q_a_norm\.", ".q_norm."),
+    (r"\.attn\.kv_proj\.", ".attn.wkv."),
+    (r"\.o_([ab])_proj\.", r".wo_\1."),
+    (r"\.attn\.sinks$", ".attn.attn_sink"),
+    (r"\.mlp\.", ".ffn."),
+    (r"\.gate\.e_score_correction_bias$", ".gate.bias"),
+    (r"shared_experts\.gate_proj\.", "shared_experts.w1."),
+    (r"shared_experts\.up_proj\.", "shared_experts.w3."),
+    (r"shared_experts\.down_proj\.", "shared_experts.w2."),
+)
+
+
+def official_tensors(model: DeepseekV4ForCausalLM) -> dict[str, torch.Tensor]:
+    """The weights of a transformers model under the official checkpoint's keys."""
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        for pattern, replacement in _RENAMES:
+            name = re.sub(pattern, replacement, name)
+        if name.endswith("experts.gate_up_proj"):
+            stem = name.removesuffix("gate_up_proj")
+            for e, both in enumerate(tensor):
+                w1, w3 = both.chunk(2)
+                tensors |= {f"{stem}{e}.w1.weight": w1.clone(), f"{stem}{e}.w3.weight": w3.clone()}
+        elif name.endswith("experts.down_proj"):
+            stem = name.removesuffix("down_proj")
+            tensors |= {f"{stem}{e}.w2.weight": w2.clone() for e, w2 in enumerate(tensor)}
+        else:
+            tensors[name] = tensor.contiguous()
+    return tensors
+
+
+def save_official(path: Path, tensors: dict[str, torch.Tensor], shards: int = 1) -> None:
+    """Writes one safetensors file, or several with an index."""
+    path.mkdir(parents=True, exist_ok=True)
+    if shards == 1:
+        save_file(tensors, path / "model.safetensors")
+        return
+    weight_map = {}
+    for i in range(shards):
+        part = {name: tensors[name] for name in sorted(tensors)[i::shards]}
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        save_file(part, path / file)
+        weight_map |= dict.fromkeys(part, file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a one-file checkpoint."""
+    return load_file(path / "model.safetensors")
