@@ -25,7 +25,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
 }
 """What each package may import of ours. ``server`` itself and its plain modules may import nothing of ours."""
 
-LAUNCHERS = ("server.prefill.launch", "server.prefill.__main__", "server.decode.launch", "server.decode.__main__")
+LAUNCHERS = (
+    "server.launch",
+    "server.prefill.launch",
+    "server.prefill.__main__",
+    "server.decode.launch",
+    "server.decode.__main__",
+)
 """They wire a process up: anything but the other role."""
 
 OWNERS: dict[str, tuple[str, ...]] = {

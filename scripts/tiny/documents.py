@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from .problems import Fact, Problem, Span, Split, filler, local_problem, price_ask, price_facts
+from .problems import Fact, Problem, Span, Split, filler_sentence, local_problem, price_ask, price_facts
 from .problems import problem as any_problem
 from .problems import weight_ask, weight_fact
 from .tokenizer import ASSISTANT, BOS, END_THINK, EOS, USER
@@ -69,28 +69,37 @@ class Writer:
         """Turns of the chat form, one problem each, as many as fit."""
         return self._fill(n_tokens, lambda: self._turn(any_problem(self.rng, Split.STREAM)))
 
-    def price_quiz(self, n_tokens: int, most_facts: int) -> Document:
-        """Prices, more than a window of filler, then a question about each price."""
+    def price_quiz(self, n_tokens: int, most_facts: int, window: int) -> Document:
+        """Prices, a window of filler, then a question about each price."""
         facts = price_facts(self.rng, self.rng.sample(GOODS, self.rng.randint(1, most_facts)))
-        opening = [*(span for *_, span in facts), *filler(self.rng, self.rng.randint(9, 14))]
+        opening = [*(span for *_, span in facts), *self._filler(window, window * 5 // 4)]
         asks = [price_ask(self.rng, good, price) for good, price, _ in facts]
         return self._quiz(opening, asks, Fact.PRICE, n_tokens)
 
-    def weight_quiz(self, n_tokens: int, most_facts: int) -> Document:
-        """Weights at least a window apart, more than 128 tokens of filler, then a question about each weight."""
-        opening: list[Span] = filler(self.rng, self.rng.randint(0, 8))
+    def weight_quiz(self, n_tokens: int, most_facts: int, heavy_rate: int) -> Document:
+        """Weights, each with an HCA entry's length of filler behind it, then a question about each weight."""
+        opening = self._filler(0, heavy_rate // 2)
         asks: list[tuple[Span, str]] = []
         for metal in self.rng.sample(METALS, self.rng.randint(1, most_facts)):
             weight, fact = weight_fact(self.rng, metal)
-            opening += [fact, *filler(self.rng, self.rng.randint(12, 18))]
+            opening += [fact, *self._filler(heavy_rate, heavy_rate * 5 // 4)]
             asks.append(weight_ask(self.rng, metal, weight))
-        return self._quiz([*opening, *filler(self.rng, 7)], asks, Fact.WEIGHT, n_tokens)
+        return self._quiz(opening, asks, Fact.WEIGHT, n_tokens)
 
     def soup(self, n_tokens: int) -> Document:
         """Random tokens, so that every embedding and every output row sees a little training."""
         document = Document()
         document.append([0, *(self.rng.randrange(3, self.vocab_size) for _ in range(n_tokens - 1))], TEXT_WEIGHT / 2)
         return document
+
+    def _filler(self, least: int, most: int) -> list[Span]:
+        """Sentences of filler, in all at least a random number of tokens between `least` and `most`."""
+        spans: list[Span] = []
+        wanted = self.rng.randint(least, most)
+        while wanted > 0:
+            spans.append(Span(filler_sentence(self.rng)))
+            wanted -= len(self.encode(spans[-1].text))
+        return spans
 
     def _fill(self, n_tokens: int, write_one: Callable[[], Document]) -> Document:
         document = self._start()

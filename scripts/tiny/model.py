@@ -1,6 +1,5 @@
-"""The tiny DeepSeek-V4 in transformers, with the two hooks that training needs on its CSA layers."""
+"""The tiny DeepSeek-V4 in transformers, with the controls that training needs on its attention layers."""
 
-from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
@@ -11,10 +10,11 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4Attention,
     DeepseekV4CSACompressor,
     DeepseekV4HashRouter,
+    DeepseekV4HCACompressor,
     DeepseekV4Indexer,
 )
 
-CSA_RATIO = 4
+CSA_RATIO, HCA_RATIO = 4, 128
 
 # The raw config.json, in the field names of the official one. The last compress ratio is the draft layer's.
 RAW_CONFIG: dict[str, Any] = {
@@ -33,7 +33,7 @@ RAW_CONFIG: dict[str, Any] = {
     "index_head_dim": 16,
     "index_n_heads": 32,
     "index_topk": 16,
-    "initializer_range": 0.02,
+    "initializer_range": 0.05,
     "max_position_embeddings": 8192,
     "model_type": "deepseek_v4",
     "moe_intermediate_size": 128,
@@ -121,28 +121,47 @@ class TeachableIndexer(DeepseekV4Indexer):
         self.scores = output
 
 
-class CsaControls:
-    """Training's grip on the CSA layers of a model: how the indexer picks, and which entries lie."""
+class AdjustableHca(DeepseekV4HCACompressor):
+    """An HCA compressor whose rate can be lowered, so that short documents teach it first."""
+
+    rate = HCA_RATIO
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        full_bias = self.position_bias
+        self.compress_rate = self.rate
+        self._parameters["position_bias"] = full_bias[: self.rate]  # type: ignore[assignment]
+        try:
+            return super().forward(*inputs)
+        finally:
+            self._parameters["position_bias"] = full_bias
+
+
+class Controls:
+    """Training's grip on the attention layers: window, HCA rate, how the indexer picks, which CSA entries lie."""
 
     def __init__(self, model: DeepseekV4ForCausalLM) -> None:
         self.lying_entries: Tensor | None = None  # [B, T] bool
         self.generator = torch.Generator().manual_seed(0)
-        self._attentions: list[DeepseekV4Attention] = []
+        self._attentions = [module for module in model.modules() if isinstance(module, DeepseekV4Attention)]
+        self._sparse = [a for a in self._attentions if isinstance(a.compressor, DeepseekV4CSACompressor)]
+        self._heavy = [a for a in self._attentions if isinstance(a.compressor, DeepseekV4HCACompressor)]
         self._weights: dict[int, Tensor] = {}
-        for module in model.modules():
-            if isinstance(module, DeepseekV4Attention) and isinstance(module.compressor, DeepseekV4CSACompressor):
-                module.compressor.indexer.__class__ = TeachableIndexer
-                module.compressor.register_forward_hook(self._exchange_lying_entries)
-                module.register_forward_hook(self._keep_attention)
-                self._attentions.append(module)
+        for attention in self._heavy:
+            attention.compressor.__class__ = AdjustableHca
+        for attention in self._sparse:
+            attention.compressor.indexer.__class__ = TeachableIndexer
+            attention.compressor.register_forward_hook(self._exchange_lying_entries)
+            attention.register_forward_hook(self._keep_attention)
 
-    def indexers(self) -> Iterator[TeachableIndexer]:
+    def set_reach(self, window: int, heavy_rate: int) -> None:
         for attention in self._attentions:
-            yield attention.compressor.indexer
+            attention.sliding_window = window
+        for attention in self._heavy:
+            attention.compressor.rate = heavy_rate
 
     def set_mode(self, mode: IndexerMode) -> None:
-        for indexer in self.indexers():
-            indexer.mode = mode
+        for attention in self._sparse:
+            attention.compressor.indexer.mode = mode
 
     def hide(self, hidden_tokens: Tensor) -> None:
         """Let every CSA entry that covers a token of `hidden_tokens` [B, S] lie: it is exchanged with another one.
@@ -161,7 +180,7 @@ class CsaControls:
         `row_weights` [B, S] says how much each query counts. Rows without mass there do not count.
         """
         loss = row_weights.new_zeros(())
-        for attention in self._attentions:
+        for attention in self._sparse:
             scores = attention.compressor.indexer.scores
             n_entries = scores.shape[-1]
             mass = self._weights[attention.layer_idx][..., -n_entries:].detach().sum(1)  # [B, S, T]
@@ -169,7 +188,7 @@ class CsaControls:
             visible = entries < ((torch.arange(scores.shape[1]) + 1) // CSA_RATIO).unsqueeze(-1)
             log_q = scores.masked_fill(~visible, -1e9).log_softmax(-1)
             loss = loss - ((mass * log_q).sum(-1) * row_weights).sum() / row_weights.sum()
-        return loss / len(self._attentions)
+        return loss / len(self._sparse)
 
     def _exchange_lying_entries(self, _module: nn.Module, _inputs: Any, output: tuple) -> tuple | None:
         if self.lying_entries is None:

@@ -18,7 +18,7 @@ from transformers import DeepseekV4ForCausalLM, PreTrainedTokenizerFast
 
 from . import attention
 from .documents import ANSWER, PRICE_VALUE, WEIGHT_VALUE, Batch, Document, Writer
-from .model import CsaControls, IndexerMode, build_model
+from .model import Controls, IndexerMode, build_model
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Stage:
     n_documents: int  # in one batch
     mixture: dict[str, float]
     modes: dict[IndexerMode, float]
+    window: int = 64
+    heavy_rate: int = 128
     most_prices: int = 4
     most_weights: int = 2
 
@@ -74,7 +76,7 @@ class Trainer:
         self.writer = Writer(tokenizer, random.Random(0))
         self.model = build_model(len(tokenizer), settings.seed).train()
         self.model.config._attn_implementation = attention.NAME
-        self.controls = CsaControls(self.model)
+        self.controls = Controls(self.model)
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
@@ -150,6 +152,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.settings, self.step, self.n_steps)
 
+        self.controls.set_reach(stage.window, stage.heavy_rate)
         self.controls.set_mode(mode)
         self.controls.hide(batch.hidden)
         logits = forward(self.model, batch.ids)[:, :-1]
@@ -172,9 +175,9 @@ class Trainer:
         (kind,) = rng.choices(list(stage.mixture), list(stage.mixture.values()))
         match kind:
             case "price_quiz":
-                return self.writer.price_quiz(stage.n_tokens, stage.most_prices)
+                return self.writer.price_quiz(stage.n_tokens, stage.most_prices, stage.window)
             case "weight_quiz":
-                return self.writer.weight_quiz(stage.n_tokens, stage.most_weights)
+                return self.writer.weight_quiz(stage.n_tokens, stage.most_weights, stage.heavy_rate)
             case _:
                 return getattr(self.writer, kind)(stage.n_tokens)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -82,9 +82,10 @@ async def _on_failure(_request: Request, failure: Exception) -> Response:
 
 
 async def _on_validation_error(_request: Request, error: Exception) -> Response:
-    """The first complaint, with the field's name; the others mostly follow from it."""
+    """The complaint about the first wrong field; the others mostly follow from it."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
+    errors = error.errors()
+    first = errors[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "syntax error")
         body = error_body(f"The body is not valid JSON: {reason}.", status=400, code="invalid_json")
@@ -92,10 +93,17 @@ async def _on_validation_error(_request: Request, error: Exception) -> Response:
     if isinstance(error.body, bytes):
         message = "The body must be JSON, with the header Content-Type: application/json."
         return error_response(error_body(message, status=400, code="invalid_content_type"), 400)
-    param = ".".join(str(part) for part in first["loc"][1:]) or None
-    reason = str(first["msg"]).removeprefix("Value error, ")
+    param = _param(first["loc"])
+    reasons = dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in errors if _param(e["loc"]) == param)
+    reason = ", or: ".join(reasons)  # several where a field may have several types
     message = f"{param}: {reason}" if param else f"The body must be a JSON object: {reason}"
     return error_response(error_body(message, status=400, code="invalid_value", param=param), 400)
+
+
+def _param(location: Sequence[str | int]) -> str | None:
+    """``messages.0.content`` from pydantic's location, which begins with the body and also names a union's types."""
+    names = [str(part) for part in location[1:] if isinstance(part, int) or (part.isidentifier() and part != "str")]
+    return ".".join(names) or None
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from server.api.serving import check_model
@@ -43,7 +44,7 @@ def info_router(backend: Backend, registry: CollectorRegistry) -> APIRouter:
         info = _server_info(backend)
         return {"is_generation": True} | {name: info[name] for name in MODEL_INFO_FIELDS if name in info}
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus text format."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

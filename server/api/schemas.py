@@ -12,7 +12,9 @@ from server.api.errors import InvalidRequest
 from server.engine.request import MAX_LOGPROBS, SamplingParams
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 1024
 MAX_SAMPLES = 128
+MAX_MESSAGES = 4096
 _INT64 = 1 << 63
 
 Prompt = str | list[int]
@@ -78,8 +80,8 @@ class GenerationFields(BaseModel):
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     user: str | None = None
 
@@ -97,10 +99,7 @@ class GenerationFields(BaseModel):
     @field_validator("stop")
     @classmethod
     def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > MAX_STOP_STRINGS:
-            raise ValueError(f"{len(stops)} stop strings are more than {MAX_STOP_STRINGS}")
-        for text in stops:
+        for text in [stop] if isinstance(stop, str) else stop or ():
             if not text:
                 raise ValueError("a stop string must not be empty")
             if any("\ud800" <= char <= "\udfff" for char in text):
@@ -197,7 +196,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
 
     @field_validator("content", mode="after")
     @classmethod
@@ -226,7 +225,7 @@ class ChatMessage(BaseModel):
 class ChatCompletionRequest(GenerationFields):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -146,8 +146,8 @@ def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         raise InvalidRequest(
             field,
-            f"{field}: {n_prompt} prompt tokens and {body.asked_max_tokens} tokens to generate do not fit the context of "
-            f"{backend.max_context} tokens: at most {room} can be generated.",
+            f"{field}: {n_prompt} prompt tokens and {body.asked_max_tokens} tokens to generate do not fit the context "
+            f"of {backend.max_context} tokens: at most {room} can be generated.",
             code="context_length_exceeded",
         )
     sampling = body.sampling(backend.sampling_defaults)

@@ -22,7 +22,9 @@ def check_request(
         wrong = next(i for i in request.prompt_ids if not 0 <= i < vocab_size)
         raise RequestFailed("bad_token", f"token id {wrong} is not in the vocabulary of {vocab_size}", status=400)
     if n + max_new > max_context:
-        message = f"the prompt has {n} tokens and max_tokens is {max_new}: {n + max_new} is over the context of {max_context}"
+        message = (
+            f"the prompt has {n} tokens and max_tokens is {max_new}: {n + max_new} is over the context of {max_context}"
+        )
         raise RequestFailed("context_length_exceeded", message, status=400)
     needed = tokens_held(request, spec_tokens)
     if needed > allocator.capacity_tokens:

@@ -34,7 +34,9 @@ class NodeGeneration:
         """Waits until the prompt is computed and committed. Raises :class:`RequestFailed`."""
         await self._routed.wait()
         if self._route is None:
-            raise self._failure or RequestFailed("aborted", "the request was aborted before it was computed", status=499)
+            raise self._failure or RequestFailed(
+                "aborted", "the request was aborted before it was computed", status=499
+            )
         return self._route
 
     def abort(self) -> None:

@@ -22,7 +22,19 @@ from server.decode.admission import check_request, tokens_held, with_seed
 from server.decode.generation import NodeGeneration
 from server.decode.receiver import Receiver, Work, request_failed
 from server.decode.sessions import TransportSessions
-from server.engine.events import Cancel, Command, Died, Event, Failed, Finished, Generate, Output, Resume, Scrub, Scrubbed
+from server.engine.events import (
+    Cancel,
+    Command,
+    Died,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    Output,
+    Resume,
+    Scrub,
+    Scrubbed,
+)
 from server.engine.request import (
     FinishReason,
     GenerationRequest,

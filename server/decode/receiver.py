@@ -46,9 +46,9 @@ from server.transfer.protocol import (
     Quiesced,
     Reserve,
     Reserved,
-    RoomMessage,
     RoomRequest,
     Sampling,
+    ids_of,
     pack_tokens,
 )
 from server.transfer.rooms import Deadlines, Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick
@@ -219,7 +219,7 @@ class Receiver:
         else:
             self._metrics.dropped("stale")
             if isinstance(message, Progress | Done | Failed):
-                link.send(_abort_of_unknown(message))
+                link.send(Abort(**ids_of(message), reason="this decode node does not know the room"))
 
     # --- rooms --------------------------------------------------------------------------------------------------------
 
@@ -301,8 +301,3 @@ class Receiver:
 def request_failed(failure: Failure) -> RequestFailed:
     """A room's failure as the client's error."""
     return RequestFailed(failure.code, failure.reason, status=failure.status, component=failure.component or None)
-
-
-def _abort_of_unknown(message: RoomMessage) -> Abort:
-    ids = {"prefill": message.prefill, "decode": message.decode, "room": message.room, "epoch": message.epoch}
-    return Abort(**ids, reason="this decode node does not know the room")

@@ -15,8 +15,18 @@ from server.cache.allocator import Allocator, ItemState
 from server.cache.arena import Arena
 from server.cache.layout import Placement
 from server.cache.specs import LayoutError
-from server.engine.events import Cancel, ChunkComputed, Command, Event, Failed, Finished, Prefill, PrefillFinished
-from server.engine.events import Scrub, Scrubbed
+from server.engine.events import (
+    Cancel,
+    ChunkComputed,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Prefill,
+    PrefillFinished,
+    Scrub,
+    Scrubbed,
+)
 from server.engine.request import GenerationRequest
 from server.prefill.peers import PeerSender, ProbeKey, ProbeWriter
 from server.prefill.work import Batch, Outgoing, RoomWork, read_request
@@ -25,7 +35,7 @@ from server.transfer.engines.base import TransferEngine
 from server.transfer.faults import FaultSet
 from server.transfer.metrics import NodeMetrics
 from server.transfer.plan import Side, check_holds
-from server.transfer.prefill_room import (
+from server.transfer.prefill_events import (
     Admitted,
     Advanced,
     BatchEnded,
@@ -37,16 +47,13 @@ from server.transfer.prefill_room import (
     EngineIdle,
     PrefillAction,
     PrefillEvent,
-    PrefillPhase,
-    PrefillRoom,
     PushPages,
     PushTail,
     QueueMoved,
     Release,
     SenderGone,
-    failed_message,
-    room_ids,
 )
+from server.transfer.prefill_room import PrefillPhase, PrefillRoom, failed_message
 from server.transfer.protocol import (
     Abort,
     AnyMessage,
@@ -58,6 +65,7 @@ from server.transfer.protocol import (
     Rejected,
     Reserve,
     Writes,
+    ids_of,
 )
 from server.transfer.rooms import Deadlines, Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick, Tombstones
 from server.transfer.sender import SendOutcome, SendResult
@@ -117,6 +125,12 @@ class RoomDesk:
         self._refusing = failure
         for work in list(self.works.values()):
             self._step(work, GivenUp(failure))
+
+    def engine_died(self, failure: Failure) -> None:
+        """No engine event will come any more: every room ends, and its memory is as quiet as its writes are."""
+        self.refuse_all(failure)
+        for work in list(self.works.values()):
+            self._step(work, EngineIdle(failure))
 
     def tick(self) -> None:
         for work in list(self.works.values()):
@@ -211,7 +225,7 @@ class RoomDesk:
         failure = Failure("aborted", abort.reason, 499)
         if self._tombstones.clean(key):
             self._tombstones.bury(key, failure, clean=True)
-            self._send(peer, Quiesced(**room_ids(abort)))
+            self._send(peer, Quiesced(**ids_of(abort)))
         else:
             self._send(peer, failed_message(abort, failure, Writes.UNKNOWN))
 
@@ -332,7 +346,7 @@ class RoomDesk:
                 pass
 
     def _on_send_result(self, result: SendResult) -> None:
-        """Called in a sender thread."""
+        """Takes a sender's result (in its thread)."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._on_sent, result)
 

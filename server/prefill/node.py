@@ -15,7 +15,7 @@ from typing import Any
 from server.cache.allocator import Allocator
 from server.cache.arena import Arena
 from server.engine.events import Command, Died, Event
-from server.engine.request import GenerationRequest, RequestFailed, SamplingParams, TokenizerLike
+from server.engine.request import Generation, GenerationRequest, RequestFailed, SamplingParams, TokenizerLike
 from server.prefill.desk import RoomDesk
 from server.transfer.bootstrap import Bootstrap, DecodePeer
 from server.transfer.engines.base import TransferEngine
@@ -79,13 +79,8 @@ class PrefillNode:
         self._metrics = metrics
         self._faults = faults or FaultSet()
         self._bootstrap: Bootstrap | None = None
-        self._targets: dict[DecodePeer, PeerSender] = {}
-        self._works: dict[RoomKey, RoomWork] = {}
-        self._queue: deque[RoomWork] = deque()
-        self._tombstones = Tombstones()
-        self._probes = ProbeWriter(arena, settings.deadlines.probe_s, self._send)
+        self._desk: RoomDesk | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._died: str | None = None
         self._stopping = False
@@ -108,41 +103,58 @@ class PrefillNode:
             self._arena.ptr,
             spec_tokens=self._settings.spec_tokens,
         )
+        desk = RoomDesk(
+            arena=self._arena,
+            allocator=self._allocator,
+            submit_command=self._submit_command,
+            make_transport=self._make_transport,
+            send=self._send,
+            max_context=self.max_context,
+            vocab_size=self.tokenizer.vocab_size,
+            deadlines=self._settings.deadlines,
+            metrics=self._metrics,
+            faults=self._faults,
+        )
         self._metrics.watch(
             self._allocator,
-            queued=lambda: len(self._queue),
-            running=lambda: len(self._works) - len(self._queue),
-            peers=lambda: len(self._targets),
+            queued=lambda: len(desk.queue),
+            running=lambda: len(desk.works) - len(desk.queue),
+            peers=lambda: len(desk.targets),
         )
-        self._bootstrap = Bootstrap(manifest, self, self._settings.deadlines, self._metrics)
+        self._desk = desk
+        self._bootstrap = Bootstrap(manifest, desk, self._settings.deadlines, self._metrics)
         await self._bootstrap.start(self._settings.bootstrap_host, self._settings.bootstrap_port)
-        self._ticker = asyncio.create_task(self._tick_for_ever(), name="prefill ticker")
+        self._ticker = asyncio.create_task(self._tick_for_ever(desk), name="prefill ticker")
 
     async def stop(self) -> None:
         """Tells every decode node that its rooms are over, then closes the senders and the bootstrap port."""
         self._stopping = True
-        for work in list(self._works.values()):
-            self._step(work, GivenUp(Failure("shutting_down", "the prefill node is shutting down", 503)))
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
-        targets = list(self._targets.values())
-        await asyncio.gather(*(target.close(_SENDER_CLOSE_S) for target in targets), *self._tasks)
+        if self._desk is not None:
+            await self._desk.close()
         if self._bootstrap is not None:
             await self._bootstrap.close()
 
     # --- Backend ------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Always refuses: answers come from the decode node."""
+        raise RequestFailed("prefill_only", "this is a prefill node; send the request to the decode node", status=400)
 
     def alive(self) -> tuple[bool, str]:
         return (self._died is None, self._died or "")
 
     async def ready(self) -> tuple[bool, str]:
         """A prefill node is ready as soon as it takes registrations; the decode nodes probe the transfers."""
-        if self._died is not None or self._stopping:
-            return False, self._died or "the prefill node is shutting down"
-        return True, f"{len(self._targets)} decode nodes are registered"
+        if self._desk is None or self._died is not None or self._stopping:
+            return False, self._died or "the prefill node is not running"
+        return True, f"{len(self._desk.targets)} decode nodes are registered"
 
     def server_info(self) -> dict[str, Any]:
+        desk = self._desk
+        targets = list(desk.targets) if desk is not None else []
         return {
             "disaggregation_mode": self.role,
             "served_model_name": self.model_name,
@@ -153,9 +165,45 @@ class PrefillNode:
             "tokenizer_fingerprint": self._identity.tokenizer,
             "dtype": self._identity.dtype,
             "page_size": self._arena.layout.page_size,
-            "waiting": len(self._queue),
+            "waiting": len(desk.queue) if desk is not None else 0,
             "allocator": self._allocator.counts(),
             "faults": [str(fault) for fault in self._faults.faults],
-            "peers": [{"incarnation": peer.incarnation, "session": peer.manifest.session} for peer in self._targets],
+            "peers": [{"incarnation": peer.incarnation, "session": peer.manifest.session} for peer in targets],
         }
 
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def on_engine_event(self, event: Event) -> None:
+        """Takes an engine event from any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._on_engine_event, event)
+
+    def _on_engine_event(self, event: Event) -> None:
+        if self._desk is None:
+            return
+        if isinstance(event, Died):
+            self._died = f"the engine thread has ended: {event.message}"
+            self._desk.engine_died(Failure("engine_died", self._died, 503))
+        else:
+            self._desk.on_engine_event(event)
+
+    def _send(self, peer: DecodePeer, message: AnyMessage) -> None:
+        if self._bootstrap is not None:
+            self._bootstrap.send(peer, message)
+
+    async def _tick_for_ever(self, desk: RoomDesk) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            try:
+                desk.tick()
+            except Exception:
+                log.exception("a tick of the prefill node failed")
+
+
+def _describe_transport(make_transport: Callable[[], TransferEngine]) -> TransportIdentity:
+    """What the transport says of itself; also the proof, at start, that it works here."""
+    engine = make_transport()
+    try:
+        return TransportIdentity(engine.kind, engine.version, engine.transport)
+    finally:
+        engine.close()

@@ -33,7 +33,11 @@ class PeerSender:
     """One registration of a decode process and the thread that writes into its memory. A new registration gets a new one."""
 
     def __init__(
-        self, peer: DecodePeer, arena: Arena, make_transport: Callable[[], TransferEngine], on_result: Callable[[SendResult], None]
+        self,
+        peer: DecodePeer,
+        arena: Arena,
+        make_transport: Callable[[], TransferEngine],
+        on_result: Callable[[SendResult], None],
     ) -> None:
         self.peer = peer
         self._arena = arena
@@ -81,7 +85,9 @@ class ProbeWriter:
             return
         peer, probe, lane, digest = running
         self._free_lanes.append(lane)
-        self._reply(peer, probe, digest, "" if result.outcome is SendOutcome.APPLIED else result.reason or result.outcome)
+        self._reply(
+            peer, probe, digest, "" if result.outcome is SendOutcome.APPLIED else result.reason or result.outcome
+        )
 
     def _reply(self, peer: DecodePeer, probe: Probe, digest: int, reason: str) -> None:
         self._answer(peer, ProbeDone(probe.prefill, probe.decode, probe.nonce, digest, clip(reason)))

@@ -13,7 +13,8 @@ from server.engine.request import GenerationRequest, SamplingParams
 from server.prefill.peers import PeerSender
 from server.transfer.bootstrap import DecodePeer
 from server.transfer.plan import CopyPlan, Push, Side
-from server.transfer.prefill_room import PrefillRoom, Pushed
+from server.transfer.prefill_events import Pushed
+from server.transfer.prefill_room import PrefillRoom
 from server.transfer.protocol import Reserve, unpack_tokens
 from server.transfer.rooms import RoomKey
 from server.transfer.sender import Piece, SendJob
@@ -60,7 +61,9 @@ class Outgoing:
 
     def push_tail(self, deadline_s: float) -> Batch:
         """Everything that was not sent yet."""
-        return self._batch(self._plan.tail(self._pages_sent), self._claims.tail(self._pages_sent), deadline_s, last=True)
+        return self._batch(
+            self._plan.tail(self._pages_sent), self._claims.tail(self._pages_sent), deadline_s, last=True
+        )
 
     def _batch(self, push: Push, claimed: Push, deadline_s: float, *, last: bool) -> Batch:
         pieces = tuple(Piece(c.component, self._base + c.src, self._peer_base + c.dst, c.nbytes) for c in push.copies)

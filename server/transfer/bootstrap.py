@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from typing import Protocol
@@ -70,7 +69,9 @@ class BootstrapHandler(Protocol):
 class Bootstrap:
     """Registers decode nodes, answers their pings, hands their messages on, and notices when one is gone."""
 
-    def __init__(self, manifest: Manifest, handler: BootstrapHandler, deadlines: Deadlines, metrics: NodeMetrics) -> None:
+    def __init__(
+        self, manifest: Manifest, handler: BootstrapHandler, deadlines: Deadlines, metrics: NodeMetrics
+    ) -> None:
         self.manifest = manifest
         self.peers: dict[str, DecodePeer] = {}
         self.port = 0
@@ -204,7 +205,10 @@ class Bootstrap:
 
 def post(socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
     """Sends without waiting; what cannot be queued now is lost, and the protocol sends it again."""
-    with contextlib.suppress(zmq.Again):
-        future = socket.send_multipart(frames, flags=zmq.NOBLOCK)
-        if future is not None:
-            future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    sending: asyncio.Future[object] = asyncio.ensure_future(socket.send_multipart(frames, flags=zmq.NOBLOCK))
+    sending.add_done_callback(_ignore_loss)
+
+
+def _ignore_loss(sent: asyncio.Future[object]) -> None:
+    if not sent.cancelled() and sent.exception() is not None:
+        log.debug("a control message was lost: %s", sent.exception())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
 
 from server.transfer.protocol import (
     Abort,
@@ -23,8 +22,10 @@ from server.transfer.protocol import (
     RemotePhase,
     Reserve,
     Reserved,
+    RoomIds,
     Writes,
     clip,
+    ids_of,
 )
 from server.transfer.rooms import Deadlines, Failure, Forget, GivenUp, PeerLost, Resend, RoomKey, Send, Tick
 
@@ -256,6 +257,5 @@ class DecodeRoom:
         reason = self.failure.reason if self.failure is not None else ""
         return Send(Abort(**self._ids(), reason=clip(reason)))
 
-    def _ids(self) -> dict[str, Any]:
-        r = self._reserve
-        return {"prefill": r.prefill, "decode": r.decode, "room": r.room, "epoch": r.epoch}
+    def _ids(self) -> RoomIds:
+        return ids_of(self._reserve)

@@ -84,7 +84,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def layout(self) -> ArenaLayout:
         """The map of the owner's arena."""
         placed = tuple(
-            ComponentLayout(**{**msgspec.structs.asdict(entry), "scope": Scope(entry.scope)}) for entry in self.components
+            ComponentLayout(**{**msgspec.structs.asdict(entry), "scope": Scope(entry.scope)})
+            for entry in self.components
         )
         return ArenaLayout(self.page_size, self.window, self.arena_nbytes, placed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -35,15 +36,17 @@ class NodeMetrics:
             ["reason"],
             registry=registry,
         )
-        self._fences = Counter("pd_fences", "Transport sessions closed to make quarantined memory safe.", registry=registry)
+        self._fences = Counter(
+            "pd_fences", "Transport sessions closed to make quarantined memory safe.", registry=registry
+        )
 
     def watch(
         self, allocator: Allocator, *, queued: Callable[[], int], running: Callable[[], int], peers: Callable[[], int]
     ) -> None:
         """Reads the gauges from their owners whenever the metrics are scraped."""
-        for state in ItemState:
-            self._slots.labels(state.value).set_function(lambda state=state: allocator.counts()["slots"][state])
-            self._pages.labels(state.value).set_function(lambda state=state: allocator.counts()["pages"][state])
+        for gauge, kind in ((self._slots, "slots"), (self._pages, "pages")):
+            for state in ItemState:
+                gauge.labels(state.value).set_function(partial(_count, allocator, kind, state))
         self._queued.set_function(queued)
         self._running.set_function(running)
         self._peers.set_function(peers)
@@ -64,3 +67,7 @@ class NodeMetrics:
 
     def fenced(self) -> None:
         self._fences.inc()
+
+
+def _count(allocator: Allocator, kind: str, state: ItemState) -> float:
+    return allocator.counts()[kind][state]

@@ -248,6 +248,7 @@ class PeerLink:
     def _on_peer_message(self, message: PeerMessage) -> None:
         is_current = (
             self.registered
+            and self._lost is None
             and self.theirs is not None
             and self.ours is not None
             and (message.prefill, message.decode) == (self.theirs.incarnation, self.ours.incarnation)

@@ -79,7 +79,9 @@ class CopyPlan:
         """Everything after the first ``pages_sent`` pages: remaining pages, the part-filled one, rings and the hand-off row."""
         page_names = self._page_names()
         spans = {
-            name: self._entries_of_pages(name, pages_sent, len(self._source.placement.pages)) if name in page_names else rows
+            name: self._entries_of_pages(name, pages_sent, len(self._source.placement.pages))
+            if name in page_names
+            else rows
             for name, rows in self._live.items()
         }
         n_pages = -(-self._n // self._source.layout.page_size)
@@ -159,7 +161,9 @@ class CoverageError:
     reason: str
 
 
-def check_coverage(sent: Sequence[Sent], layout: ArenaLayout, n: int, components: Sequence[str]) -> CoverageError | None:
+def check_coverage(
+    sent: Sequence[Sent], layout: ArenaLayout, n: int, components: Sequence[str]
+) -> CoverageError | None:
     """Whether a ``Done`` covers every live row of every component in ``components`` exactly once, with the right byte count.
 
     The receiver's own ``layout`` and live ranges decide, never the sender's numbers.
@@ -175,7 +179,9 @@ def check_coverage(sent: Sequence[Sent], layout: ArenaLayout, n: int, components
         if found is None:
             return CoverageError(name, "is not in Done")
         if (found.start, found.stop) != (rows.start, rows.stop) and (len(rows) or found.start != found.stop):
-            return CoverageError(name, f"rows {found.start} .. {found.stop} were sent, {rows.start} .. {rows.stop} are live")
+            return CoverageError(
+                name, f"rows {found.start} .. {found.stop} were sent, {rows.start} .. {rows.stop} are live"
+            )
         if found.nbytes != nbytes[name]:
             return CoverageError(name, f"{found.nbytes} bytes were sent, {nbytes[name]} are live")
     if claims:

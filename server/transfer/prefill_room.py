@@ -10,9 +10,26 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
 
-from server.transfer.plan import Rows
+from server.transfer.prefill_events import (
+    Admitted,
+    Advanced,
+    BatchEnded,
+    CancelEngine,
+    CancelPush,
+    Clean,
+    Cleaned,
+    Computed,
+    EngineIdle,
+    PrefillAction,
+    PrefillEvent,
+    Pushed,
+    PushPages,
+    PushTail,
+    QueueMoved,
+    Release,
+    SenderGone,
+)
 from server.transfer.protocol import (
     Abort,
     Committed,
@@ -24,10 +41,12 @@ from server.transfer.protocol import (
     RemotePhase,
     Reserve,
     Reserved,
+    RoomIds,
     Sent,
     Timings,
     Writes,
     clip,
+    ids_of,
 )
 from server.transfer.rooms import Deadlines, Failure, Forget, GivenUp, PeerLost, Resend, RoomKey, Send, Tick
 
@@ -44,118 +63,6 @@ class PrefillPhase(enum.StrEnum):
 
 
 _ACTIVE = (PrefillPhase.QUEUED, PrefillPhase.PREFILL, PrefillPhase.TRANSFER, PrefillPhase.COMMIT)
-
-
-# --- events ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Admitted:
-    """The room has a slot and pages, and the engine has the request."""
-
-
-@dataclass(frozen=True)
-class QueueMoved:
-    """Some other room made progress: waiting in the queue is no silence."""
-
-
-@dataclass(frozen=True)
-class Advanced:
-    """The engine has computed prompt positions ``0 .. n_computed - 1``."""
-
-    n_computed: int
-
-
-@dataclass(frozen=True)
-class Computed:
-    """The engine is finished with the prompt; ``digests`` are of every live byte."""
-
-    digests: dict[str, int]
-    prefill_s: float
-    digest_s: float
-
-
-@dataclass(frozen=True)
-class EngineIdle:
-    """The engine will not touch the room's memory again: after a cancel, or because of ``failure``."""
-
-    failure: Failure | None = None
-
-
-@dataclass(frozen=True)
-class Pushed:
-    """The node handed a batch to the sender (``batch_id`` None: there was nothing to write). ``last`` with the tail."""
-
-    batch_id: int | None
-    rows: tuple[Rows, ...]
-    n_pieces: int
-    last: bool
-
-
-@dataclass(frozen=True)
-class BatchEnded:
-    """The sender is finished with a batch. ``failure`` None: every piece applied.
-
-    ``quiesced``: at this moment no piece of the room, in this batch or another, may still land.
-    """
-
-    batch_id: int
-    failure: Failure | None
-    quiesced: bool
-
-
-@dataclass(frozen=True)
-class SenderGone:
-    """The sender is closed; batches without a result will never have one."""
-
-
-@dataclass(frozen=True)
-class Cleaned:
-    """The room's memory is scrubbed."""
-
-
-PrefillEvent = (
-    Reserve | Abort | Committed | Rejected | GivenUp | Admitted | QueueMoved | Advanced | Computed | EngineIdle | Pushed
-    | BatchEnded | SenderGone | Cleaned | PeerLost | Tick
-)  # fmt: skip
-
-
-# --- actions ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PushPages:
-    """Send every page that ``n_computed`` positions fill and that was not sent yet."""
-
-    n_computed: int
-
-
-@dataclass(frozen=True)
-class PushTail:
-    """Send everything that was not sent yet."""
-
-
-@dataclass(frozen=True)
-class CancelEngine:
-    """Stop computing the room."""
-
-
-@dataclass(frozen=True)
-class CancelPush:
-    """Submit no further piece of the room."""
-
-
-@dataclass(frozen=True)
-class Clean:
-    """Scrub the room's memory (then :class:`Cleaned`)."""
-
-
-@dataclass(frozen=True)
-class Release:
-    """Give the room's slot and pages back."""
-
-
-PrefillAction = Send | PushPages | PushTail | CancelEngine | CancelPush | Clean | Release | Forget
 
 
 @dataclass
@@ -193,7 +100,7 @@ class PrefillRoom:
         self._deadlines = deadlines
         self._work = _Work()
         self._computed: Computed | None = None
-        self._done: Done | None = None
+        self.done: Done | None = None
         self._n_computed = 0
         self._entered, self._alive, self._told = now, now, now
         self._resend = Resend(deadlines.resend_s, deadlines.resend_cap_s, now)
@@ -213,9 +120,9 @@ class PrefillRoom:
                 return self._on_committed(now)
             case Rejected():
                 rejection = Failure("rejected", event.reason, 502, event.component)
-                return self._end(rejection, now, tell=False) if self._active else []
+                return self._end(rejection, now, tell=False) if self.active else []
             case GivenUp():
-                return self._end(event.failure, now) if self._active else []
+                return self._end(event.failure, now) if self.active else []
             case Admitted():
                 self._work.engine_busy = self._work.holds_memory = True
                 self._enter(PrefillPhase.PREFILL, now)
@@ -243,18 +150,19 @@ class PrefillRoom:
                 return [Release(), *self._forget_if_over()]
             case PeerLost():
                 self._peer_gone = self._acknowledged = True
-                actions = self._end(event.failure, now) if self._active else self._forget_if_over()
+                actions = self._end(event.failure, now) if self.active else self._forget_if_over()
                 return [action for action in actions if not isinstance(action, Send)]
             case Tick():
                 return self._on_tick(now)
 
     @property
-    def _active(self) -> bool:
+    def active(self) -> bool:
+        """Whether the room can still commit."""
         return self.phase in _ACTIVE
 
     def _on_abort(self, abort: Abort, now: float) -> list[PrefillAction]:
         self._acknowledged = True
-        if self._active:
+        if self.active:
             return self._end(Failure("aborted", abort.reason, 499), now, tell=False)
         if not self._settled:
             return []
@@ -283,8 +191,10 @@ class PrefillRoom:
 
     def _on_engine_idle(self, event: EngineIdle, now: float) -> list[PrefillAction]:
         self._work.engine_busy = False
-        if self._active:
-            return self._end(event.failure or Failure("engine_stopped", "the prefill engine gave the room up", 500), now)
+        if self.active:
+            return self._end(
+                event.failure or Failure("engine_stopped", "the prefill engine gave the room up", 500), now
+            )
         return self._settle(now)
 
     def _on_pushed(self, pushed: Pushed, now: float) -> list[PrefillAction]:
@@ -304,9 +214,9 @@ class PrefillRoom:
         self._work.batches.discard(ended.batch_id)
         self._work.clean = ended.quiesced  # of all batches: the last result decides
         self._alive = now
-        if ended.failure is not None and self._active:
+        if ended.failure is not None and self.active:
             return self._end(ended.failure, now)
-        return self._finish_transfer(now) if self._active else self._settle(now)
+        return self._finish_transfer(now) if self.active else self._settle(now)
 
     def _finish_transfer(self, now: float) -> list[PrefillAction]:
         """``Done``, once everything was pushed and every batch was applied."""
@@ -317,7 +227,7 @@ class PrefillRoom:
             return self._end(Failure("no_digest", "the engine reported no digest of a wanted component", 500), now)
         self._enter(PrefillPhase.COMMIT, now)
         self._resend = Resend(self._deadlines.resend_s, self._deadlines.resend_cap_s, now)
-        self._done = Done(
+        self.done = Done(
             **self._ids(),
             n=self._n_tokens,
             sent=tuple(
@@ -332,7 +242,7 @@ class PrefillRoom:
                 transfer_s=self.phase_s["transfer"],
             ),
         )
-        return [Send(self._done)]
+        return [Send(self.done)]
 
     def _on_tick(self, now: float) -> list[PrefillAction]:
         silent_s = now - self._alive
@@ -346,8 +256,8 @@ class PrefillRoom:
             case PrefillPhase.COMMIT:
                 if silent_s > self._deadlines.commit_s:
                     return self._end(_late("Done was not answered", silent_s, self._deadlines.commit_s), now)
-                if self._done is not None and self._resend.due(now):
-                    return [Send(self._done)]
+                if self.done is not None and self._resend.due(now):
+                    return [Send(self.done)]
             case PrefillPhase.ENDING if not self._acknowledged:
                 if silent_s > self._deadlines.quiesce_s:
                     self._acknowledged = True
@@ -406,19 +316,14 @@ class PrefillRoom:
         self._told = now
         return Send(Progress(**self._ids(), phase=RemotePhase(self.phase.value), n_computed=self._n_computed))
 
-    def _ids(self) -> dict[str, Any]:
-        return room_ids(self.reserve)
-
-
-def room_ids(message: Reserve | Abort) -> dict[str, Any]:
-    """The four names that every room message carries, taken from one of D's."""
-    return {"prefill": message.prefill, "decode": message.decode, "room": message.room, "epoch": message.epoch}
+    def _ids(self) -> RoomIds:
+        return ids_of(self.reserve)
 
 
 def failed_message(about: Reserve | Abort, failure: Failure, writes: Writes) -> Failed:
     """``failure`` as the message that tells the decode node."""
     return Failed(
-        **room_ids(about),
+        **ids_of(about),
         code=failure.code,
         reason=clip(failure.reason),
         status=failure.status,

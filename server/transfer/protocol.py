@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import msgspec
 import numpy as np
@@ -70,20 +70,20 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """Base of every message; the class name is its ``type`` on the wire."""
 
 
-class Register(Message, tag="Register"):
+class Register(Message, frozen=True, tag="Register"):
     """D -> P, first message of a connection and again after every reconnect: ``manifest`` describes D and its session for this P."""
 
     manifest: Manifest
 
 
-class Registered(Message, tag="Registered"):
+class Registered(Message, frozen=True, tag="Registered"):
     """P -> D: accepted. ``manifest`` describes P; ``resumed`` says that this registration existed already and its rooms go on."""
 
     manifest: Manifest
     resumed: bool
 
 
-class Refused(Message, tag="Refused"):
+class Refused(Message, frozen=True, tag="Refused"):
     """P -> D: not accepted. ``field`` differs; ``ours`` is P's value and ``theirs`` D's."""
 
     field: ShortText
@@ -91,35 +91,35 @@ class Refused(Message, tag="Refused"):
     theirs: Reason
 
 
-class Ping(Message, tag="Ping"):
+class Ping(Message, frozen=True, tag="Ping"):
     """D -> P every second. ``decode`` and ``session`` say which registration D believes in."""
 
     decode: Incarnation
     session: ShortText
 
 
-class Pong(Message, tag="Pong"):
+class Pong(Message, frozen=True, tag="Pong"):
     """P -> D, the answer to ``Ping``. ``prefill`` is P's incarnation; ``registered`` False asks D to register again."""
 
     prefill: Incarnation
     registered: bool
 
 
-class PeerMessage(Message):
+class PeerMessage(Message, frozen=True):
     """Base of what is said inside a registration: ``prefill`` and ``decode`` are the two incarnations it is meant for."""
 
     prefill: Incarnation
     decode: Incarnation
 
 
-class Probe(PeerMessage, tag="Probe"):
+class Probe(PeerMessage, frozen=True, tag="Probe"):
     """D -> P: write :data:`PROBE_BLOCK_NBYTES` random bytes at ``offset`` of D's probe region and answer with the same ``nonce``."""
 
     nonce: Count
     offset: Annotated[int, Meta(ge=0, le=4096 - PROBE_BLOCK_NBYTES)]
 
 
-class ProbeDone(PeerMessage, tag="ProbeDone"):
+class ProbeDone(PeerMessage, frozen=True, tag="ProbeDone"):
     """P -> D: the probe write ended. ``reason`` is empty if it was applied; ``digest`` is xxh3_64 of the bytes written."""
 
     nonce: Count
@@ -127,11 +127,25 @@ class ProbeDone(PeerMessage, tag="ProbeDone"):
     reason: Reason
 
 
-class RoomMessage(PeerMessage):
+class RoomMessage(PeerMessage, frozen=True):
     """Base of everything about one request: ``room`` names the request, ``epoch`` D's reservation attempt for it."""
 
     room: RoomId
     epoch: RoomId
+
+
+class RoomIds(TypedDict):
+    """The fields of a :class:`RoomMessage`, to build an answer from."""
+
+    prefill: str
+    decode: str
+    room: int
+    epoch: int
+
+
+def ids_of(message: RoomMessage) -> RoomIds:
+    """Whom and which room ``message`` is about."""
+    return {"prefill": message.prefill, "decode": message.decode, "room": message.room, "epoch": message.epoch}
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -157,7 +171,7 @@ class RoomRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampling: Sampling
 
 
-class Reserve(RoomMessage, tag="Reserve"):
+class Reserve(RoomMessage, frozen=True, tag="Reserve"):
     """D -> P: compute this prompt and write its state here.
 
     ``slot`` and ``pages`` are D's memory, page ``j`` for positions ``j * page_size ..``, just enough for the prompt. ``components``
@@ -171,11 +185,11 @@ class Reserve(RoomMessage, tag="Reserve"):
     silence_s: Seconds
 
 
-class Reserved(RoomMessage, tag="Reserved"):
+class Reserved(RoomMessage, frozen=True, tag="Reserved"):
     """P -> D: the room is known and waits for its turn."""
 
 
-class Progress(RoomMessage, tag="Progress"):
+class Progress(RoomMessage, frozen=True, tag="Progress"):
     """P -> D, at least every second: a sign of life. ``n_computed`` prompt tokens are done."""
 
     phase: RemotePhase
@@ -204,7 +218,7 @@ class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_s: Seconds
 
 
-class Done(RoomMessage, tag="Done"):
+class Done(RoomMessage, frozen=True, tag="Done"):
     """P -> D, only after every piece ended applied, and again until answered. ``n`` prompt tokens, ``sent`` one entry per component."""
 
     n: Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -213,18 +227,18 @@ class Done(RoomMessage, tag="Done"):
     timings: Timings
 
 
-class Committed(RoomMessage, tag="Committed"):
+class Committed(RoomMessage, frozen=True, tag="Committed"):
     """D -> P, the answer to ``Done``: everything agrees, D goes on; P may forget the room."""
 
 
-class Rejected(RoomMessage, tag="Rejected"):
+class Rejected(RoomMessage, frozen=True, tag="Rejected"):
     """D -> P, the other answer to ``Done``: ``component`` (or empty) is not what it must be. An ``Abort`` follows."""
 
     component: Annotated[str, Meta(max_length=64)]
     reason: Reason
 
 
-class Failed(RoomMessage, tag="Failed"):
+class Failed(RoomMessage, frozen=True, tag="Failed"):
     """P -> D, at once and again until D's ``Abort``: the room is over. ``status`` is the HTTP status for the client.
 
     ``component`` names the state at fault, or is empty. ``writes`` says what D may still expect to land in its memory.
@@ -237,13 +251,13 @@ class Failed(RoomMessage, tag="Failed"):
     writes: Writes
 
 
-class Abort(RoomMessage, tag="Abort"):
+class Abort(RoomMessage, frozen=True, tag="Abort"):
     """D -> P, again until answered: the room is over. Answered by ``Quiesced``, or by ``Failed`` with writes ``unknown``."""
 
     reason: Reason
 
 
-class Quiesced(RoomMessage, tag="Quiesced"):
+class Quiesced(RoomMessage, frozen=True, tag="Quiesced"):
     """P -> D: no write of this room is or will be under way, so D may use its memory again."""
 
 
@@ -277,7 +291,9 @@ def decode(frame: bytes) -> AnyMessage:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError("malformed", f"a frame of {len(frame)} bytes is no message: {error}") from error
     if len(frame) > MAX_SMALL_FRAME_NBYTES and not isinstance(message, Reserve):
-        raise ProtocolError("oversize", f"{type(message).__name__} of {len(frame)} bytes is over {MAX_SMALL_FRAME_NBYTES}")
+        raise ProtocolError(
+            "oversize", f"{type(message).__name__} of {len(frame)} bytes is over {MAX_SMALL_FRAME_NBYTES}"
+        )
     return message
 
 

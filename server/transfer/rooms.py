@@ -145,7 +145,7 @@ class Tombstones:
             del self._dirty[key]
 
 
-# --- events that both rooms take ---------------------------------------------------------------------------------------
+# --- events that both rooms take ---
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class GivenUp:
     failure: Failure
 
 
-# --- actions ---------------------------------------------------------------------------------------------------------
+# --- actions ---
 
 
 @dataclass(frozen=True)

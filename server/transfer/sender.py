@@ -308,18 +308,19 @@ class Sender:
         job, piece = flight.job, flight.piece
         job.room.running -= 1
         job.running -= 1
-        target = f"{piece.component}: a piece of {piece.nbytes} bytes for {piece.dst:#x} of {self._session}"
         if status is PieceStatus.APPLIED:
             job.applied[piece.component] += piece.nbytes
             job.applied_pieces += 1
         elif status is PieceStatus.REFUSED:
-            job.fail(SendOutcome.REFUSED, f"{target} was refused: the peer has no such memory registered")
+            job.fail(SendOutcome.REFUSED, f"{self._name(piece)} was refused: the peer has no such memory registered")
         else:
             job.room.unknown += 1
-            job.fail(
-                SendOutcome.UNKNOWN, f"{target} got no answer (connection lost or timed out): it may still be written"
-            )
+            cause = "got no answer (connection lost or timed out): it may still be written"
+            job.fail(SendOutcome.UNKNOWN, f"{self._name(piece)} {cause}")
         self._drop_if_over(job)
+
+    def _name(self, piece: Piece) -> str:
+        return f"{piece.component}: a piece of {piece.nbytes} bytes for {piece.dst:#x} of {self._session}"
 
     def _expire_overdue(self) -> None:
         now = time.monotonic()
@@ -331,7 +332,7 @@ class Sender:
             job.fail(outcome, f"the deadline passed after {now - job.started:.3f} s with {left}")
 
     def _report_ended(self) -> None:
-        """Report the batches of which nothing better can be learned; pieces left of an ``UNKNOWN`` one are polled on."""
+        """Report batches of which nothing better can be learned; what is left of an ``UNKNOWN`` one is polled on."""
         for job in self._jobs:
             if job.has_ended or job.outcome is SendOutcome.UNKNOWN:
                 self._report(job)

@@ -16,7 +16,6 @@ from tests.api.fakes import FakeBackend
 from tests.api.test_chat import CHAT, HELLO
 from tests.api.test_completions import complete, events
 
-
 JSON = {"content-type": "application/json"}
 
 
@@ -133,6 +132,14 @@ WRONG_MESSAGES = [
 @pytest.mark.parametrize("messages", WRONG_MESSAGES)
 async def test_wrong_messages_are_a_400(client: httpx.AsyncClient, messages: Any) -> None:
     error_of(await client.post(CHAT, content=json.dumps({"messages": messages}), headers=JSON), 400)
+
+
+async def test_a_wrong_part_of_a_message_is_named(client: httpx.AsyncClient) -> None:
+    messages = [*HELLO, {"role": "user", "content": 5}]
+    error = error_of(await client.post(CHAT, json={"messages": messages}), 400)
+    assert error["param"] == "messages.1.content"
+    assert "string" in error["message"]
+    assert "list" in error["message"]
 
 
 @pytest.mark.parametrize("kwargs", [{"chat_template": "x"}, {"messages": []}, {"add_generation_prompt": True}, [], "x"])

@@ -64,8 +64,3 @@ def random_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Pa
         return made[seed]
 
     return make
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    torch.set_num_threads(1)

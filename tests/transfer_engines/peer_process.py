@@ -3,9 +3,11 @@
 With a session as argv[2] it starts engines until one has it.
 """
 
+import contextlib
 import mmap
 import os
 import sys
+import time
 
 import numpy as np
 
@@ -17,13 +19,12 @@ def engine_with(session: str) -> MooncakeEngine:
     port = int(session.rsplit(":", 1)[1])
     os.environ.update(MC_MIN_RPC_PORT=str(port - 1), MC_MAX_RPC_PORT=str(port + 2))
     while True:
-        try:
+        with contextlib.suppress(TransportMisconfigured):  # the few ports were taken
             engine = MooncakeEngine(transport="tcp")
-        except TransportMisconfigured:
-            continue  # the ports at hand were taken
-        if engine.session == session:
-            return engine
-        engine.close()
+            if engine.session == session:
+                return engine
+            engine.close()
+        time.sleep(0.1)
 
 
 def main() -> None:

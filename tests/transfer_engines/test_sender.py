@@ -124,7 +124,7 @@ def test_the_deadline_answers_at_once_and_the_pieces_are_polled_to_their_end(lin
     started = time.monotonic()
     link.sender.send(make_job(link.pieces(0, 16), timeout_s=0.1))
     result = results.next()
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < 1.5
     assert (result.outcome, result.quiesced) == (SendOutcome.UNKNOWN, False)
     assert "deadline" in result.reason
     assert "1 pieces in flight" in result.reason

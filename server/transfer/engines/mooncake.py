@@ -26,6 +26,7 @@ import os
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ from server.transfer.engines.base import (
     RegistrationFailed,
     SubmitFailed,
     Ticket,
+    TransferError,
     TransportMisconfigured,
     TransportUnavailable,
 )
@@ -58,7 +60,8 @@ MAX_DESCRIPTION_NBYTES = 1 << 20
 
 DESCRIBE_REQUEST = b"\x01{}"
 """Mooncake's metadata request (type 1) with an empty description of the asker."""
-WAKE_AFTER_S = 0.03
+WAKE_LISTENER_AFTER_S = (0.03, 0.2)
+"""The second is for a machine so busy that the destructor has not begun at the first."""
 
 _initialize_lock = threading.Lock()
 
@@ -130,8 +133,10 @@ def _force_tcp(forced: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if forced and before is None:
-            del os.environ["MC_FORCE_TCP"]
+        if before is None:
+            os.environ.pop("MC_FORCE_TCP", None)
+        else:
+            os.environ["MC_FORCE_TCP"] = before
 
 
 def describe_segment(session: str, timeout_s: float) -> SegmentDescription:
@@ -264,21 +269,30 @@ class MooncakeEngine:
         """End the engine; when this returns, no peer's write lands through it any more.
 
         Mooncake's destructor keeps the interpreter lock while it joins a thread that sits in ``accept`` for up to a
-        second. So that thread is given a connection to read from, which another process closes in a moment: this
-        process stands still for 30 ms and not for a second.
+        second. So that thread is given connections to read from, which other processes close in a moment: this process
+        stands still for 30 ms and not for a second.
+
+        Raises :class:`TransferError` if another thread is inside the engine; then it is as open as before.
         """
         if self._engine is None:
             return
-        waker = self._wake_listener_soon()
-        self._engine = None
-        self._writes.clear()
-        if waker is not None:
-            waker.wait()
+        wakers = [waker for delay_s in WAKE_LISTENER_AFTER_S if (waker := self._wake_listener_after(delay_s))]
+        try:
+            engine, self._engine = self._engine, None
+            if sys.getrefcount(engine) > 2:  # the local name and the argument
+                self._engine = engine
+                raise TransferError(f"{self.session} cannot be closed: another thread is using its engine")
+            del engine  # runs the destructor
+            self._writes.clear()
+        finally:
+            for waker in wakers:
+                waker.kill()
+                waker.wait()
 
-    def _wake_listener_soon(self) -> subprocess.Popen[bytes] | None:
-        command = ["sleep", str(WAKE_AFTER_S)]
+    def _wake_listener_after(self, delay_s: float) -> subprocess.Popen[bytes] | None:
         try:
             with socket.create_connection(("127.0.0.1", self._rpc_port), timeout=1.0) as connection:
+                command = ["sleep", str(delay_s)]
                 return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=connection.fileno())
         except OSError as error:
             log.debug("closing Mooncake takes up to a second: %s", error)

@@ -1,0 +1,54 @@
+"""``launch_decode``: the command line of the decode node."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry
+
+from server.decode.node import DecodeNode, DecodeSettings
+from server.launch import EngineInbox, build_parts, run, serve, transport_factory
+from server.options import NodeOptions, node_parser
+from server.transfer.metrics import NodeMetrics
+
+DEFAULT_PORT = 30001
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a decode node until it is told to stop; returns the exit code."""
+    parser = node_parser(
+        "launch_decode", "Takes prompts' state from prefill nodes, decodes, and serves the API.", port=DEFAULT_PORT
+    )
+    where = parser.add_argument_group("prefill").add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--prefill",
+        action="append",
+        metavar="HOST:BOOTSTRAP_PORT",
+        help="a prefill node to take state from (repeatable)",
+    )
+    where.add_argument("--local-prefill", action="store_true", help="compute prompts here, without any peer")
+    args = parser.parse_args(argv)
+    options = NodeOptions.from_namespace(args)
+    peers = None if args.local_prefill else tuple(args.prefill)
+
+    async def start() -> int:
+        parts, inbox, registry = build_parts(options), EngineInbox(), CollectorRegistry()
+        node = DecodeNode(
+            DecodeSettings(options.served_model_name, parts.max_context, peers),
+            submit_command=inbox.submit,
+            make_transport=transport_factory(options),
+            arena=parts.arena,
+            allocator=parts.allocator,
+            identity=parts.identity,
+            tokenizer=parts.tokenizer,
+            sampling_defaults=parts.tokenizer.sampling_defaults,
+            metrics=NodeMetrics(registry),
+        )
+        return await serve(node, inbox, parts, options, registry)
+
+    return run(parser.prog, options, start)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

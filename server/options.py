@@ -1,0 +1,129 @@
+"""The command line that both nodes share: groups, defaults and units in one place."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from server import __version__
+
+BUNDLED_MODEL = Path(__file__).parent / "assets" / "tiny-dsv4"
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows every default, except where there is none to show."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, argparse.SUPPRESS, []):
+            return action.help
+        return super()._get_help_string(action)
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """Parsed options that both nodes have. Sizes are counts; tokens, pages and slots as named."""
+
+    model: Path
+    served_model_name: str
+    dtype: str
+    device: str
+    deterministic: bool
+    threads: int
+    chunk_tokens: int
+    pages: int
+    slots: int
+    page_size: int
+    poison: bool
+    permute_ids: int | None
+    host: str
+    port: int
+    transport: str
+    faults: tuple[str, ...]
+    log_level: str
+
+    @staticmethod
+    def from_namespace(args: argparse.Namespace) -> NodeOptions:
+        """Resolves what depends on other options: the served name, and determinism, which is the default on a CPU."""
+        deterministic = args.device == "cpu" if args.deterministic is None else args.deterministic
+        return NodeOptions(
+            model=args.model,
+            served_model_name=args.served_model_name or args.model.resolve().name,
+            dtype=args.dtype,
+            device=args.device,
+            deterministic=deterministic,
+            threads=args.threads,
+            chunk_tokens=args.chunk_tokens,
+            pages=args.pages,
+            slots=args.slots,
+            page_size=args.page_size,
+            poison=args.poison,
+            permute_ids=args.permute_ids,
+            host=args.host,
+            port=args.port,
+            transport=args.transport,
+            faults=tuple(args.fault),
+            log_level=args.log_level,
+        )
+
+
+def node_parser(prog: str, description: str, *, port: int) -> argparse.ArgumentParser:
+    """A parser with every option that both nodes have; ``port`` is the default HTTP port."""
+    parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=_Help)
+    parser.add_argument("--version", action="version", version=__version__)
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", type=Path, default=BUNDLED_MODEL, metavar="DIR", help="checkpoint directory")
+    model.add_argument("--served-model-name", metavar="NAME", help="name in the API (default: the directory's name)")
+    model.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="weights and activations")
+    model.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model and its state live")
+
+    compute = parser.add_argument_group("compute")
+    compute.add_argument(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="results do not depend on the rest of the batch (default: on with --device cpu)",
+    )
+    compute.add_argument("--threads", type=_positive, default=1, metavar="N", help="CPU threads of one operation")
+    compute.add_argument(
+        "--chunk-tokens", type=_positive, default=256, metavar="N", help="most prompt tokens of one step, in tokens"
+    )
+
+    memory = parser.add_argument_group("memory")
+    memory.add_argument("--pages", type=_positive, default=256, metavar="N", help="pages of compressed entries")
+    memory.add_argument("--slots", type=_positive, default=32, metavar="N", help="requests that can run at once")
+    memory.add_argument("--page-size", type=_positive, default=256, metavar="N", help="tokens of one page")
+    memory.add_argument("--poison", action="store_true", help="fill free memory with NaN, so that stray reads show")
+
+    network = parser.add_argument_group("network")
+    network.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    network.add_argument("--port", type=_port, default=port, help="HTTP port (0: any free one)")
+    network.add_argument(
+        "--transport",
+        choices=("tcp", "auto"),
+        default="tcp",
+        help="what Mooncake moves state over; auto takes RDMA where there is a card",
+    )
+
+    testing = parser.add_argument_group("testing and logs")
+    testing.add_argument("--permute-ids", type=int, metavar="SEED", help="hand out pages and slots in a shuffled order")
+    testing.add_argument(
+        "--fault", action="append", default=[], metavar="NAME:ARG", help="inject a fault, e.g. drop:swa (repeatable)"
+    )
+    testing.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="verbosity")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{value} is not a port (0 .. 65535)")
+    return value

@@ -1,0 +1,54 @@
+"""``launch_prefill``: the command line of the prefill node."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry
+
+from server.launch import EngineInbox, build_parts, run, serve, transport_factory
+from server.options import NodeOptions, node_parser
+from server.prefill.node import PrefillNode, PrefillSettings
+from server.transfer.faults import FaultSet
+from server.transfer.metrics import NodeMetrics
+
+DEFAULT_PORT = 30000
+DEFAULT_BOOTSTRAP_PORT = 8998
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a prefill node until it is told to stop; returns the exit code."""
+    parser = node_parser(
+        "launch_prefill", "Computes prompts and pushes their state to decode nodes.", port=DEFAULT_PORT
+    )
+    parser.add_argument_group("prefill").add_argument(
+        "--bootstrap-port",
+        type=int,
+        default=DEFAULT_BOOTSTRAP_PORT,
+        help="port where decode nodes register and reserve (ZMQ; 0: any free one)",
+    )
+    args = parser.parse_args(argv)
+    options = NodeOptions.from_namespace(args)
+
+    async def start() -> int:
+        parts, inbox, registry = build_parts(options), EngineInbox(), CollectorRegistry()
+        node = PrefillNode(
+            PrefillSettings(options.served_model_name, parts.max_context, options.host, args.bootstrap_port),
+            submit_command=inbox.submit,
+            make_transport=transport_factory(options),
+            arena=parts.arena,
+            allocator=parts.allocator,
+            identity=parts.identity,
+            tokenizer=parts.tokenizer,
+            sampling_defaults=parts.tokenizer.sampling_defaults,
+            metrics=NodeMetrics(registry),
+            faults=FaultSet.parse(options.faults),
+        )
+        return await serve(node, inbox, parts, options, registry)
+
+    return run(parser.prog, options, start)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

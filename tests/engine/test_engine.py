@@ -1,0 +1,201 @@
+"""The engine thread with the bundled model: batching, cancelling, failing alone, scrubbing."""
+
+from __future__ import annotations
+
+import queue
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from server.cache.arena import Arena
+from server.cache.digest import live_digests
+from server.cache.handoff import prompt_hash, read_handoff
+from server.cache.layout import ArenaLayout, Placement
+from server.cache.specs import CacheGeometry
+from server.engine.engine import Engine
+from server.engine.events import (
+    Cancel,
+    ChunkComputed,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    Output,
+    Prefill,
+    PrefillFinished,
+    Resume,
+    Scrub,
+    Scrubbed,
+)
+from server.engine.request import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
+from server.engine.runner import ModelRunner
+from server.engine.tokenizer import Tokenizer
+from server.model.loader import load_model
+from server.model.network import DeepseekV4
+from server.model.state import state_components
+from tests.support.checkpoints import BUNDLED
+
+
+@pytest.fixture(scope="module")
+def model() -> DeepseekV4:
+    return load_model(BUNDLED)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(BUNDLED)
+
+
+class Harness:
+    """An engine whose events are collected."""
+
+    def __init__(self, model: DeepseekV4, tokenizer: Tokenizer, chunk_tokens: int = 64) -> None:
+        config = model.config
+        geometry = CacheGeometry(256, 40, 20, config.sliding_window, 0, state_components(config, "float32"))
+        self.arena = Arena(ArenaLayout.from_geometry(geometry), poison=True)
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.engine = Engine(ModelRunner(model, self.arena), tokenizer, self.events.put, chunk_tokens=chunk_tokens)
+        self.engine.start()
+
+    def until(self, kind: type, key: object, timeout_s: float = 60.0) -> list[Event]:
+        """Every event up to the first of ``kind`` for ``key``."""
+        seen = []
+        while True:
+            event = self.events.get(timeout=timeout_s)
+            seen.append(event)
+            if isinstance(event, kind) and getattr(event, "key", None) == key:
+                return seen
+
+
+@pytest.fixture
+def harness(model: DeepseekV4, tokenizer: Tokenizer) -> Iterator[Harness]:
+    made = Harness(model, tokenizer)
+    yield made
+    made.engine.stop()
+
+
+def request(n: int, seed: int = 0, **sampling: object) -> GenerationRequest:
+    ids = tuple(random.Random(seed).choices(range(10, 500), k=n))
+    params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
+    return GenerationRequest(f"r{n}-{seed}", ids, params)
+
+
+def tokens_of(events: list[Event], key: object) -> list[int]:
+    return [t for e in events if isinstance(e, Output) and e.key == key for t in e.output.token_ids]
+
+
+def test_sixteen_at_once_answer_as_alone(harness: Harness) -> None:
+    requests = [request(n, seed=n, logprobs=2) for n in (1, 3, 18, 64, 65, 129, 200, 257)]
+    alone = {}
+    for r in requests:
+        harness.engine.submit(Generate(r.request_id, r, Placement(1, (1, 2))))
+        alone[r.request_id] = [e for e in harness.until(Finished, r.request_id) if isinstance(e, Output)]
+    for i, r in enumerate(requests):
+        harness.engine.submit(Generate(r.request_id, r, Placement(i + 1, (2 * i + 4, 2 * i + 3))))
+    together: dict[object, list[Output]] = {r.request_id: [] for r in requests}
+    finished = 0
+    while finished < len(requests):
+        event = harness.events.get(timeout=60)
+        finished += isinstance(event, Finished)
+        if isinstance(event, Output):
+            together[event.key].append(event)
+    assert together == alone
+
+
+def test_a_handed_over_prompt_resumes_like_a_local_one(harness: Harness) -> None:
+    r = request(150, logprobs=3)
+    harness.engine.submit(Generate("local", r, Placement(1, (1, 2))))
+    local = tokens_of(harness.until(Finished, "local"), "local")
+    where = Placement(2, (5, 4))
+    harness.engine.submit(Prefill("room", r, where, room=77, epoch=2))
+    events = harness.until(PrefillFinished, "room")
+    assert [e.n_computed for e in events if isinstance(e, ChunkComputed)] == [64, 128]
+    done = events[-1]
+    assert isinstance(done, PrefillFinished)
+    row = read_handoff(harness.arena, where, 2)
+    assert (row.room, row.epoch, row.n, row.prompt_hash) == (77, 2, 150, prompt_hash(r.prompt_ids))
+    assert (row.first_token, row.first_logprob, row.top) == (done.first.token_id, done.first.logprob, done.first.top)
+    assert done.digests == live_digests(harness.arena, 150, where)
+    harness.engine.submit(Resume("room", r, where, done.first))
+    assert tokens_of(harness.until(Finished, "room"), "room") == local
+
+
+@pytest.mark.parametrize(("sampling", "reason"), [({"max_tokens": 1}, "length"), ({"stop_token_ids": (42,)}, "stop")])
+def test_the_first_token_can_be_the_last(harness: Harness, sampling: dict[str, object], reason: str) -> None:
+    r = request(20, **sampling)
+    harness.engine.submit(Resume("x", r, Placement(1, (1,)), TokenLogprob(42, 0.0)))
+    events = harness.until(Finished, "x")
+    assert events[-1] == Finished("x", FinishReason(reason))
+    assert len(tokens_of(events, "x")) == 1
+
+
+def test_cancel_frees_and_scrubs_in_every_phase(harness: Harness) -> None:
+    where = Placement(3, (7, 8, 9, 10))
+    for command in (Generate("x", request(900), where), Prefill("x", request(900), where, 1, 1)):
+        harness.engine.submit(command)
+        harness.engine.submit(Cancel("x"))
+        assert harness.until(Finished, "x")[-1] == Finished("x", FinishReason.ABORT)
+    harness.engine.submit(Generate("x", request(70, max_tokens=500), where))
+    harness.until(Output, "x")
+    harness.engine.submit(Cancel("x"))
+    harness.until(Finished, "x")
+    assert harness.arena.view("swa")[3].isnan().all()
+    assert harness.arena.view("c4_kv")[7].isnan().all()
+    assert harness.engine.load == {"decoding": 0, "prefilling": 0}
+
+
+def test_state_that_was_never_written_fails_that_request_alone(harness: Harness) -> None:
+    """Poisoned memory under one of two requests: it fails by name, the other one goes on."""
+    bad, good = request(100, seed=1), request(100, seed=2, max_tokens=30)
+    harness.engine.submit(Generate("good", good, Placement(1, (1,))))
+    harness.until(Output, "good")
+    harness.engine.submit(Resume("bad", bad, Placement(2, (2,)), TokenLogprob(5, 0.0)))
+    failed = harness.until(Failed, "bad")[-1]
+    assert isinstance(failed, Failed)
+    assert failed.code == "non_finite_logits"
+    events = harness.until(Finished, "good")
+    assert events[-1] == Finished("good", FinishReason.LENGTH)
+
+
+def test_an_exception_in_a_batch_fails_only_its_cause(harness: Harness) -> None:
+    good = request(40, seed=1, max_tokens=20)
+    harness.engine.submit(Generate("good", good, Placement(1, (1,))))
+    wrong = replace(request(40, seed=2), prompt_ids=(10**6,))
+    harness.engine.submit(Generate("bad", wrong, Placement(2, (2,))))
+    failed = [e for e in harness.until(Finished, "good") if isinstance(e, Failed)]
+    assert [(e.key, e.code) for e in failed] == [("bad", "engine_error")]
+
+
+def test_scrub_is_answered(harness: Harness) -> None:
+    harness.engine.submit(Scrub("x", Placement(1, (1,))))
+    assert harness.until(Scrubbed, "x")[-1] == Scrubbed("x")
+
+
+def test_sampling_depends_on_seed_and_position_only(harness: Harness) -> None:
+    r = request(30, temperature=1.0, seed=11, max_tokens=12)
+    answers = []
+    for key in ("a", "b"):
+        harness.engine.submit(Generate(key, r, Placement(1, (1,))))
+        answers.append(tokens_of(harness.until(Finished, key), key))
+    other = replace(r, sampling=replace(r.sampling, seed=12))
+    harness.engine.submit(Generate("c", other, Placement(1, (1,))))
+    answers.append(tokens_of(harness.until(Finished, "c"), "c"))
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_poisoned_memory_is_never_read(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+    """The same request on poisoned and on zeroed memory: not a bit differs."""
+    outputs = []
+    for poison in (True, False):
+        made = Harness(model, tokenizer)
+        made.arena.poison = poison
+        if not poison:
+            made.arena.buffer.zero_()
+        made.engine.submit(Generate("x", request(130, logprobs=5), Placement(4, (6, 3))))
+        outputs.append([e for e in made.until(Finished, "x") if isinstance(e, Output)])
+        made.engine.stop()
+    assert outputs[0] == outputs[1]
+    assert all(torch.isfinite(torch.tensor([lp.logprob for lp in e.output.logprobs])).all() for e in outputs[0])
