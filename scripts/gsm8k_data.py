@@ -13,7 +13,7 @@ from pathlib import Path
 BUNDLED = Path(__file__).resolve().parent.parent / "server" / "assets" / "tiny-gsm8k"
 STOP = ("Question:", "\n\n")
 
-_NUMBER = r"(-?\s*\$?\s*-?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+))"
+_NUMBER = r"((?:-\s*\$?|\$\s*-?)?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+))"
 _MARKED = re.compile(r"####\s*" + _NUMBER)
 _ANY = re.compile(_NUMBER)
 
@@ -101,4 +101,4 @@ def last_number(text: str) -> Decimal | None:
 
 
 def _decimal(written: str) -> Decimal:
-    return Decimal(re.sub(r"[\s$,]", "", written).replace("--", "-"))
+    return Decimal(re.sub(r"[\s$,]", "", written))

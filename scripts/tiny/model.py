@@ -137,10 +137,10 @@ class AdjustableHca(DeepseekV4HCACompressor):
 
 
 class Controls:
-    """Training's grip on the attention layers: window, HCA rate, how the indexer picks, which CSA entries lie."""
+    """Training's grip on the attention layers: window, HCA rate, how the indexer picks, which CSA entries are hidden."""
 
     def __init__(self, model: DeepseekV4ForCausalLM) -> None:
-        self.lying_entries: Tensor | None = None  # [B, T] bool
+        self.hidden_entries: Tensor | None = None  # [B, T] bool
         self.generator = torch.Generator().manual_seed(0)
         self._attentions = [module for module in model.modules() if isinstance(module, DeepseekV4Attention)]
         self._sparse = [a for a in self._attentions if isinstance(a.compressor, DeepseekV4CSACompressor)]
@@ -150,7 +150,7 @@ class Controls:
             attention.compressor.__class__ = AdjustableHca
         for attention in self._sparse:
             attention.compressor.indexer.__class__ = TeachableIndexer
-            attention.compressor.register_forward_hook(self._exchange_lying_entries)
+            attention.compressor.register_forward_hook(self._hide_entries)
             attention.register_forward_hook(self._keep_attention)
 
     def set_reach(self, window: int, heavy_rate: int) -> None:
@@ -164,15 +164,15 @@ class Controls:
             attention.compressor.indexer.mode = mode
 
     def hide(self, hidden_tokens: Tensor) -> None:
-        """Let every CSA entry that covers a token of `hidden_tokens` [B, S] lie: it is exchanged with another one.
+        """Hide every CSA entry that covers a token of `hidden_tokens` [B, S].
 
-        A lying entry cannot be used, so what its tokens say has to travel through HCA.
+        What such tokens say has to travel through HCA.
         """
         batch, n_tokens = hidden_tokens.shape
         n_entries = n_tokens // CSA_RATIO
         windows = hidden_tokens[:, : n_entries * CSA_RATIO].view(batch, n_entries, CSA_RATIO).any(-1)
-        self.lying_entries = windows.clone()
-        self.lying_entries[:, 1:] |= windows[:, :-1]  # entry i also pools window i - 1
+        self.hidden_entries = windows.clone()
+        self.hidden_entries[:, 1:] |= windows[:, :-1]  # entry i also pools window i - 1
 
     def lesson(self, row_weights: Tensor) -> Tensor:
         """Cross-entropy of the index scores against the heads' attention mass over compressed entries.
@@ -190,14 +190,11 @@ class Controls:
             loss = loss - ((mass * log_q).sum(-1) * row_weights).sum() / row_weights.sum()
         return loss / len(self._sparse)
 
-    def _exchange_lying_entries(self, _module: nn.Module, _inputs: Any, output: tuple) -> tuple | None:
-        if self.lying_entries is None:
+    def _hide_entries(self, _module: nn.Module, _inputs: Any, output: tuple) -> tuple | None:
+        if self.hidden_entries is None:
             return None
-        entries, block_bias = output  # [B, 1, T, d]
-        entries = entries.clone()
-        truth = entries[:, 0][self.lying_entries]
-        entries[:, 0][self.lying_entries] = truth[torch.randperm(len(truth), generator=self.generator)]
-        return entries, block_bias
+        entries, block_bias = output  # [B, 1, T, d], [B, 1, S, T]
+        return entries, block_bias.masked_fill(self.hidden_entries[:, None, None, :], float("-inf"))
 
     def _keep_attention(self, module: DeepseekV4Attention, _inputs: Any, output: tuple) -> None:
         self._weights[module.layer_idx] = output[1]

@@ -64,7 +64,9 @@ def test_steps_that_no_life_has_are_refused() -> None:
         allocator.release("a")
 
 
-@given(st.lists(st.tuples(st.sampled_from(["reserve", "release", "commit", "quarantine"]), st.integers(0, 5)), max_size=60))
+@given(
+    st.lists(st.tuples(st.sampled_from(["reserve", "release", "commit", "quarantine"]), st.integers(0, 5)), max_size=60)
+)
 def test_nothing_is_lost_or_owned_twice(steps: list[tuple[str, int]]) -> None:
     allocator = Allocator(small_geometry(pages=9, slots=5), permute_seed=0)
     for name, owner in steps:

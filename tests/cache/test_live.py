@@ -11,7 +11,9 @@ from server.cache.specs import LayoutError
 
 
 def rows_read_later(n: int, window: int, horizon: int) -> dict[str, set[int]]:
-    """Which rows written by a prompt of n tokens any of the next ``horizon`` steps reads, from the model's definition."""
+    """Which rows written by a prompt of n tokens any of the next ``horizon`` steps reads, from the model's
+    definition.
+    """
     read: dict[str, set[int]] = {name: set() for name in LIVE_RULES}
     for t in range(n, n + horizon):
         read["swa"] |= set(range(max(0, t - window + 1), t))

@@ -34,7 +34,9 @@ def check_logits(pair: Pair, n: int, chunk: int) -> None:
 
 
 def check_greedy(pair: Pair, n: int, steps: int) -> None:
-    """Decoding token by token picks what transformers picks for the whole text (a teacher-forced check, no caches there)."""
+    """Decoding token by token picks what transformers picks for the whole text (a teacher-forced check, no caches
+    there).
+    """
     ids = tokens_for(n, pair.model.config.vocab_size, seed=1)
     runner = make_runner(pair.model)
     text = list(ids)
@@ -88,9 +90,7 @@ def test_forty_greedy_tokens(bundled_pair: Pair, random_pairs: Callable[[int], P
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
-def test_whole_grid(
-    bundled_pair: Pair, random_pairs: Callable[[int], Pair], seed: int | None, chunk: int
-) -> None:
+def test_whole_grid(bundled_pair: Pair, random_pairs: Callable[[int], Pair], seed: int | None, chunk: int) -> None:
     pair = bundled_pair if seed is None else random_pairs(seed)
     for n in LENGTHS:
         check_logits(pair, length(n, pair.model.config.sliding_window), chunk)
@@ -99,9 +99,7 @@ def test_whole_grid(
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
-def test_greedy_from_every_length(
-    bundled_pair: Pair, random_pairs: Callable[[int], Pair], seed: int | None
-) -> None:
+def test_greedy_from_every_length(bundled_pair: Pair, random_pairs: Callable[[int], Pair], seed: int | None) -> None:
     pair = bundled_pair if seed is None else random_pairs(seed)
     for n in LENGTHS:
         check_greedy(pair, length(n, pair.model.config.sliding_window), 40)

@@ -1,4 +1,6 @@
-"""A row's result is the same bits whatever the chunking, the batch, the ids of pages and slots, and the ring's length."""
+"""A row's result is the same bits whatever the chunking, the batch, the ids of pages and slots, and the ring's
+length.
+"""
 
 from __future__ import annotations
 

@@ -111,6 +111,19 @@ def test_a_failed_install_leaves_no_stamp(checkout: Checkout) -> None:
     assert checkout.setup().returncode == 0
 
 
+def test_a_failed_install_takes_back_the_stamp_of_an_earlier_one(checkout: Checkout) -> None:
+    checkout.setup()
+    pins = checkout.root / "constraints.txt"
+    before = pins.read_text()
+    pins.write_text(before + "# changed\n")
+    checkout.python('case "$*" in *" install "*) exit 1 ;; esac')
+    assert checkout.setup().returncode == 1
+    pins.write_text(before)
+    checkout.python("exit 0")
+    assert checkout.setup().returncode == 0
+    assert len(checkout.installs()) == 3
+
+
 def test_a_wheel_that_does_not_load_is_an_error_with_advice(checkout: Checkout) -> None:
     checkout.python('case "$*" in *mooncake.engine*) exit 1 ;; esac')
     done = checkout.setup("--extras", "cuda,dev")

@@ -1,4 +1,6 @@
-"""Small random DeepSeek-V4 checkpoints, made with transformers, so that the weights and the oracle come from elsewhere."""
+"""Small random DeepSeek-V4 checkpoints, made with transformers, so that the weights and the oracle come from
+elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ from server.transfer.decode_room import (
     Commit,
     DecodeAction,
     DecodeEvent,
-    DecodePhase,
     DecodeRoom,
     FailClient,
     Fenced,
@@ -50,8 +49,6 @@ from server.transfer.protocol import (
     Abort,
     AnyMessage,
     Committed,
-    Done,
-    Progress,
     Quiesced,
     Rejected,
     Reserve,
@@ -116,6 +113,7 @@ class Simulation:
         self.free_slots = n_slots
         self.n_slots = n_slots
         self.stones = Tombstones()
+        self.old_fates: dict[RoomKey, dict[int, str]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         for i in range(n_rooms):
@@ -162,7 +160,7 @@ class Simulation:
         session = self.session
         for _ in range(2 if self.hits(self.weather.duplicate) else 1):
             if not self.hits(self.weather.loss):
-                delay_s = self.rng.uniform(0, 8.0) if self.hits(self.weather.slow) else self.rng.uniform(0, 0.02)
+                delay_s = self.rng.uniform(0, 8.0) if self.hits(self.weather.slow) else 0.01
                 self.at(delay_s, lambda: deliver(message) if session == self.session else None)
 
     # --- decode side ---
@@ -200,7 +198,7 @@ class Simulation:
                 assert not side.freed, f"{key} was freed twice"
                 assert not side.committed, f"{key} was freed after its commit"
                 side.freed = True
-                flying = [fate for fate in self.batches(key) if fate in ("flying", "unknown")]
+                flying = [fate for fate in self.fates(key) if fate in ("flying", "unknown")]
                 assert not flying, f"{key} was freed while a write may still land"
             case FencePeer():
                 self.lose_peer()
@@ -209,14 +207,9 @@ class Simulation:
 
     # --- prefill side, as the node does it ---
 
-    def batches(self, key: RoomKey) -> list[str]:
-        return list(self.fates.get(key, {}).values())
-
-    @property
-    def fates(self) -> dict[RoomKey, dict[int, str]]:
-        return {key: side.batches for key, side in self.p.items()} | self._old_fates
-
-    _old_fates: dict[RoomKey, dict[int, str]]
+    def fates(self, key: RoomKey) -> list[str]:
+        """What became of every write of a room, also of one that is forgotten."""
+        return list(self.p[key].batches.values() if key in self.p else self.old_fates.get(key, {}).values())
 
     def deliver_to_p(self, message: AnyMessage) -> None:
         assert isinstance(message, Reserve | Abort | Committed | Rejected)
@@ -303,7 +296,7 @@ class Simulation:
             case Forget():
                 assert not side.memory
                 self.stones.bury(key, side.room.failure, clean=action.clean)
-                self._old_fates[key] = side.batches
+                self.old_fates[key] = side.batches
                 del self.p[key]
 
     def cancel_engine(self, key: RoomKey) -> None:
@@ -340,11 +333,7 @@ class Simulation:
         self.queue.clear()
         self.free_slots = self.n_slots
         self.stones = Tombstones()
-        self._old_fates.clear()
+        self.old_fates.clear()
         for key in list(self.d):
             self.feed_d(key, Fenced())
 
-
-Simulation._old_fates = {}
-Progress_or_Done = Progress | Done
-PHASES = DecodePhase

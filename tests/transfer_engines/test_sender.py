@@ -104,6 +104,17 @@ def test_a_lost_piece_makes_its_room_unquiesced_for_good(link: Link, results: Re
     assert results.next().quiesced
 
 
+def test_rooms_that_are_over_are_not_remembered(link: Link, results: Results) -> None:
+    link.faults = {1: Fault.REFUSE, 2: Fault.HANG}
+    for i in range(4):
+        link.sender.send(make_job(link.pieces(i, 1), key=f"room {i}", timeout_s=0.1))
+    outcomes = {result.key: result.outcome for result in (results.next() for _ in range(4))}
+    assert outcomes["room 2"] is SendOutcome.UNKNOWN
+    link.engine.release()
+    time.sleep(0.05)
+    assert not link.sender._rooms
+
+
 def test_a_lost_piece_outweighs_a_refused_one(link: Link, results: Results) -> None:
     link.faults = {3: Fault.REFUSE, 4: Fault.LOSE}
     link.sender.send(make_job(link.pieces(0, 16)))

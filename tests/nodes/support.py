@@ -1,0 +1,340 @@
+"""Both nodes in one process, over real ZMQ, with an engine that computes recognisable bytes instead of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Hashable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from prometheus_client import CollectorRegistry
+
+from server.cache.allocator import Allocator
+from server.cache.arena import Arena
+from server.cache.digest import live_digests
+from server.cache.handoff import Handoff, prompt_hash, write_handoff
+from server.cache.layout import ArenaLayout, Placement, Run
+from server.cache.live import live_positions
+from server.cache.specs import HANDOFF, CacheGeometry
+from server.decode.node import DecodeNode, DecodeSettings
+from server.engine.events import (
+    Cancel,
+    ChunkComputed,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    Output,
+    Prefill,
+    PrefillFinished,
+    Resume,
+    Scrub,
+    Scrubbed,
+    Stop,
+)
+from server.engine.request import FinishReason, GenerationRequest, SamplingParams, TokenLogprob, TokenOutput
+from server.prefill.node import PrefillNode, PrefillSettings
+from server.transfer.engines.base import TransferEngine
+from server.transfer.engines.loopback import LoopbackEngine
+from server.transfer.faults import FaultSet
+from server.transfer.manifest import ModelIdentity
+from server.transfer.metrics import NodeMetrics
+from server.transfer.rooms import Deadlines
+from tests.transfer.support import IDENTITY, WINDOW, make_geometry
+
+EOS = 0
+VOCABULARY = 1000
+FAST = Deadlines(peer_s=1.5, ping_s=0.2, reserve_s=3.0, quiesce_s=2.0, probe_s=1.0, transfer_s=3.0, resend_s=0.2)
+
+
+class FakeTokenizer:
+    vocab_size = VOCABULARY
+    eos_token_ids = frozenset({EOS})
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) % VOCABULARY for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def token_text(self, token_id: int) -> str:
+        return str(token_id)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+        return [1]
+
+
+def first_token_of(prompt: tuple[int, ...]) -> int:
+    return (sum(prompt) * 31 + len(prompt)) % (VOCABULARY - 1) + 1
+
+
+def row_bytes(prompt: tuple[int, ...], name: str, row: int, nbytes: int) -> bytes:
+    """What the "model" computes for one row: a function of the prompt, the component and the row."""
+    seed = hashlib.blake2b(f"{prompt}|{name}|{row}".encode(), digest_size=8).digest()
+    return np.random.default_rng(int.from_bytes(seed, "little")).bytes(nbytes)
+
+
+class FakeEngine(threading.Thread):
+    """Obeys the commands of a node like the real engine; ``gate`` cleared stops it inside a prompt or an answer."""
+
+    def __init__(self, arena: Arena, chunk_tokens: int = 200) -> None:
+        super().__init__(name="fake engine", daemon=True)
+        self.arena = arena
+        self.chunk_tokens = chunk_tokens
+        self.on_event: Callable[[Event], None] = lambda event: None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fail_next = False
+        self.prefilled: list[Hashable] = []
+        self.wrong_bytes: list[str] = []
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._todo: list[Prefill | Generate | Resume] = []
+        self._answers: dict[Hashable, tuple[GenerationRequest, int]] = {}
+        self._steps: dict[Hashable, int] = {}
+
+    def submit(self, command: Command) -> None:
+        self._commands.put(command)
+
+    def run(self) -> None:
+        while True:
+            try:
+                command = self._commands.get(timeout=0.002 if self._todo or self._answers else 0.2)
+            except queue.Empty:
+                command = None
+            match command:
+                case Stop():
+                    return
+                case Cancel(key):
+                    self._cancel(key)
+                case Scrub(key, placement):
+                    self.arena.scrub(placement)
+                    self.on_event(Scrubbed(key))
+                case Resume():
+                    self._check(command)
+                    self._answers[command.key] = (command.request, 0)
+                    self._emit(command.key)
+                case Prefill() | Generate():
+                    self._todo.append(command)
+                case _:
+                    pass
+            if command is None and self.gate.is_set():
+                self._advance()
+
+    def _advance(self) -> None:
+        for command in self._todo[:1]:
+            self._compute(command)
+        for key in list(self._answers):
+            self._emit(key)
+
+    def _cancel(self, key: Hashable) -> None:
+        found = any(c.key == key for c in self._todo) or key in self._answers
+        self._todo = [c for c in self._todo if c.key != key]
+        self._answers.pop(key, None)
+        if found:
+            self.on_event(Finished(key, FinishReason.ABORT))
+
+    def _compute(self, command: Prefill | Generate | Resume) -> None:
+        prompt, n = command.request.prompt_ids, len(command.request.prompt_ids)
+        if self.fail_next:
+            self.fail_next = False
+            self._todo.remove(command)
+            self.on_event(Failed(command.key, "engine_error", "the fake engine was told to fail"))
+            return
+        start = self._steps.get(command.key, 0)
+        stop = min(n, start + self.chunk_tokens)
+        self._steps[command.key] = stop
+        self._write(prompt, start, stop, command.placement)
+        if stop < n:
+            self.on_event(ChunkComputed(command.key, stop))
+            return
+        self._todo.remove(command)
+        del self._steps[command.key]
+        first = TokenLogprob(first_token_of(prompt), -0.5, ((7, -0.5), (9, -1.5)))
+        if isinstance(command, Prefill):
+            handoff = Handoff(
+                command.room, command.epoch, n, prompt_hash(prompt), first.token_id, first.logprob, first.top, torch.zeros(2, 8)
+            )
+            write_handoff(self.arena, command.placement, handoff)
+            self.prefilled.append(command.key)
+            self.on_event(PrefillFinished(command.key, first, live_digests(self.arena, n, command.placement), 0.01, 0.001))
+        else:
+            self._answers[command.key] = (command.request, 0)
+            self._emit(command.key)
+
+    def _write(self, prompt: tuple[int, ...], start: int, stop: int, placement: Placement) -> None:
+        """Rows of positions ``start .. stop - 1``: compressed entries that close in them, and the tails of the rings."""
+        layout = self.arena.layout
+        for c in layout.components:
+            if c.name == HANDOFF:
+                continue
+            rows = range(start // c.positions, stop // c.positions)
+            if c.scope == "slot":
+                rows = range(max(start, stop - c.rows), stop)
+            for row in rows:
+                self.arena.write(
+                    Run(layout.row_offset(c.name, placement, row), c.row_nbytes), row_bytes(prompt, c.name, row, c.row_nbytes)
+                )
+
+    def _check(self, command: Resume) -> None:
+        """The decode side of the fake: every live row must be what the prompt's prefill computes."""
+        prompt = command.request.prompt_ids
+        for name, rows in live_positions(len(prompt), WINDOW, self.arena.layout.names).items():
+            if name == HANDOFF:
+                continue
+            nbytes = self.arena.layout.component(name).row_nbytes
+            expected = b"".join(row_bytes(prompt, name, row, nbytes) for row in rows)
+            if self.arena.read(self.arena.layout.runs(name, rows, command.placement)) != expected:
+                self.wrong_bytes.append(name)
+        if command.first.token_id != first_token_of(prompt):
+            self.wrong_bytes.append("first token")
+
+    def _emit(self, key: Hashable) -> None:
+        request, n_done = self._answers[key]
+        token = first_token_of(request.prompt_ids) + n_done
+        is_last = n_done + 1 == request.sampling.max_tokens
+        reason = FinishReason.LENGTH if is_last else None
+        self._answers[key] = (request, n_done + 1)
+        self.on_event(Output(key, TokenOutput((token,), f"{token} ", finish_reason=reason)))
+        if is_last:
+            del self._answers[key]
+            self.on_event(Finished(key, FinishReason.LENGTH))
+
+
+@dataclass
+class NodeUnderTest:
+    node: Any
+    engine: FakeEngine
+    arena: Arena
+    allocator: Allocator
+    registry: CollectorRegistry
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        return self.allocator.counts()
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+
+@dataclass
+class Pair:
+    """Starts and stops nodes; everything that is left is stopped at the end."""
+
+    make_transport: Callable[[], TransferEngine]
+    started: list[NodeUnderTest] = field(default_factory=list)
+    transports: list[TransferEngine] = field(default_factory=list)
+
+    def transport(self) -> TransferEngine:
+        engine = self.make_transport()
+        self.transports.append(engine)
+        return engine
+
+    async def prefill(
+        self,
+        *,
+        port: int = 0,
+        geometry: CacheGeometry | None = None,
+        identity: ModelIdentity = IDENTITY,
+        faults: tuple[str, ...] = (),
+        deadlines: Deadlines = FAST,
+        make_transport: Callable[[], TransferEngine] | None = None,
+    ) -> NodeUnderTest:
+        arena, allocator, engine, registry = parts(geometry or make_geometry(), seed=11)
+        node = PrefillNode(
+            PrefillSettings("fake", 4096, bootstrap_port=port, deadlines=deadlines),
+            submit_command=engine.submit,
+            make_transport=make_transport or self.transport,
+            arena=arena,
+            allocator=allocator,
+            identity=identity,
+            tokenizer=FakeTokenizer(),
+            sampling_defaults=SamplingParams(),
+            metrics=NodeMetrics(registry),
+            faults=FaultSet.parse(faults),
+        )
+        return await self._start(NodeUnderTest(node, engine, arena, allocator, registry))
+
+    async def decode(
+        self,
+        *prefills: NodeUnderTest | str,
+        geometry: CacheGeometry | None = None,
+        deadlines: Deadlines = FAST,
+        local: bool = False,
+        wait: bool = True,
+    ) -> NodeUnderTest:
+        arena, allocator, engine, registry = parts(geometry or make_geometry(extra_rows=2, slots=4, pages=15), seed=12)
+        addresses = tuple(p if isinstance(p, str) else f"127.0.0.1:{p.node.bootstrap_port}" for p in prefills)
+        node = DecodeNode(
+            DecodeSettings("fake", 4096, None if local else addresses, deadlines=deadlines),
+            submit_command=engine.submit,
+            make_transport=self.transport,
+            arena=arena,
+            allocator=allocator,
+            identity=IDENTITY,
+            tokenizer=FakeTokenizer(),
+            sampling_defaults=SamplingParams(),
+            metrics=NodeMetrics(registry),
+        )
+        started = await self._start(NodeUnderTest(node, engine, arena, allocator, registry))
+        if wait and not local:
+            await until(lambda: all(p["state"] == "registered" for p in node.server_info()["peers"]))
+        return started
+
+    async def _start(self, started: NodeUnderTest) -> NodeUnderTest:
+        started.engine.on_event = started.node.on_engine_event
+        await started.node.start()
+        started.engine.start()
+        self.started.append(started)
+        return started
+
+    async def stop(self, started: NodeUnderTest) -> None:
+        self.started.remove(started)
+        started.engine.gate.set()
+        await started.node.stop()
+        started.engine.submit(Stop())
+        await asyncio.to_thread(started.engine.join, 5.0)
+
+
+def parts(geometry: CacheGeometry, seed: int) -> tuple[Arena, Allocator, FakeEngine, CollectorRegistry]:
+    arena = Arena(ArenaLayout.from_geometry(geometry), poison=True)
+    return arena, Allocator(geometry, permute_seed=seed), FakeEngine(arena), CollectorRegistry()
+
+
+@asynccontextmanager
+async def pairs(make_transport: Callable[[], TransferEngine] = LoopbackEngine) -> AsyncIterator[Pair]:
+    pair = Pair(make_transport)
+    try:
+        yield pair
+    finally:
+        for started in reversed(list(pair.started)):
+            await pair.stop(started)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0, what: str = "") -> float:
+    """Waits for a condition; the seconds it took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < timeout_s, f"still not so after {timeout_s} s: {what}"
+        await asyncio.sleep(0.01)
+    return time.monotonic() - started
+
+
+def request(n: int, seed: int = 0, **sampling: Any) -> GenerationRequest:
+    prompt = tuple(int(i) for i in np.random.default_rng([n, seed]).integers(1, VOCABULARY, n))
+    return GenerationRequest(f"request-{n}-{seed}", prompt, replace(SamplingParams(max_tokens=4), **sampling))
+
+
+def expected(asked: GenerationRequest) -> list[int]:
+    first = first_token_of(asked.prompt_ids)
+    return [first + i for i in range(asked.sampling.max_tokens)]
+
+
+async def answer(node: DecodeNode, asked: GenerationRequest) -> list[int]:
+    return [token async for output in node.submit(asked) for token in output.token_ids]

@@ -1,0 +1,317 @@
+"""What goes wrong is told at once and by name, memory comes back when it is safe, and the next request works."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from server.decode import receiver
+from server.engine.events import Died
+from server.engine.request import FinishReason, RequestFailed
+from server.transfer.engines.loopback import Fault, LoopbackEngine, Submission
+from server.transfer.faults import FaultError, FaultSet
+from server.transfer.protocol import encode
+from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
+from tests.transfer.support import make_geometry
+from tests.transfer.test_protocol import reserve
+
+COMPONENTS = [spec.name for spec in make_geometry().components]
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with pairs() as pair:
+        yield pair
+
+
+async def assert_works_again(p: NodeUnderTest, d: NodeUnderTest, n: int = 270) -> None:
+    """All memory is free and a new request is right."""
+    await until(lambda: all_free(p) and all_free(d), what=f"{p.counts()} {d.counts()}")
+    await until(lambda: d.node.server_info()["peers"][0]["state"] == "registered")
+    assert await answer(d.node, request(n, seed=77)) == expected(request(n, seed=77))
+    assert d.engine.wrong_bytes == []
+    await until(lambda: all_free(p) and all_free(d))
+
+
+def all_free(side: NodeUnderTest) -> bool:
+    return all(n == 0 for kind in side.counts().values() for state, n in kind.items() if state != "free")
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+async def test_a_component_that_is_not_sent_fails_the_room_by_its_name(pair: Pair, component: str) -> None:
+    p = await pair.prefill(faults=(f"drop:{component}:1",))
+    d = await pair.decode(p)
+    with pytest.raises(RequestFailed, match=component) as caught:
+        await answer(d.node, request(270))
+    assert (caught.value.component, caught.value.code, caught.value.status) == (component, "component_mismatch", 502)
+    await assert_works_again(p, d)
+    assert d.metric("pd_rooms_total", outcome="failed", reason="component_mismatch") == 1
+    assert p.metric("pd_rooms_total", outcome="failed", reason="rejected") == 1
+
+
+def test_faults_that_do_not_exist_are_refused() -> None:
+    for spec in ("drop", "drop:swaa", "burn:swa", "drop:swa:x"):
+        with pytest.raises(FaultError, match=spec):
+            FaultSet.parse([spec])
+
+
+@pytest.mark.parametrize("phase", ["waiting", "queued", "prefill", "transfer", "verify", "decoding"])
+async def test_an_abort_in_any_phase_leaves_every_count_at_its_start(
+    pair: Pair, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[LoopbackEngine] = []
+
+    def transport() -> LoopbackEngine:
+        hook = (lambda submission: Fault.HANG) if phase == "transfer" else None
+        engines.append(LoopbackEngine(fault_hook=hook))
+        return engines[-1]
+
+    p = await pair.prefill(geometry=make_geometry(slots=2), make_transport=transport)
+    d = await pair.decode(p, deadlines=replace(FAST, quiesce_s=20.0))
+    occupants = []
+    if phase == "waiting":
+        d.engine.gate.clear()
+        occupants = [d.node.submit(request(9, seed=i)) for i in range(3)]
+    elif phase in ("queued", "prefill"):
+        p.engine.gate.clear()
+        occupants = [d.node.submit(request(9))] if phase == "queued" else []
+    elif phase == "verify":
+        verify = receiver.verify
+
+        def slow_verify(*args: object) -> object:
+            time.sleep(0.3)
+            return verify(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(receiver, "verify", slow_verify)
+    generation = d.node.submit(request(300, seed=5, max_tokens=400))
+    work = next(w for w in d.node._works.values() if w.generation is generation)
+    if phase == "waiting":
+        assert work in d.node._waiting
+    elif phase == "decoding":
+        await generation.route()
+    else:
+        await until(lambda: work.room is not None and work.room.phase == phase, what=phase)
+    generation.abort()
+    generation.abort()
+    outputs = [o async for o in generation]
+    assert outputs[-1].finish_reason is FinishReason.ABORT
+    if phase != "decoding":
+        with pytest.raises(RequestFailed, match="aborted"):
+            await generation.route()
+    if phase == "transfer":
+        await asyncio.sleep(0.2)
+        assert d.counts()["slots"]["quarantined"] == 1, "a hanging write may still land"
+        for engine in engines:
+            engine.release()
+    p.engine.gate.set()
+    d.engine.gate.set()
+    for occupant in occupants:
+        assert [o async for o in occupant]
+    await assert_works_again(p, d)
+    assert d.metric("pd_fences_total") == 0
+
+
+async def test_aborting_a_hundred_rooms_leaks_nothing(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    generations = []
+    for i in range(100):
+        generations.append(d.node.submit(request(30 + i * 3, seed=i, max_tokens=200)))
+        await asyncio.sleep(0.002 * (i % 7))
+        generations[i // 2].abort()
+    for generation in generations:
+        generation.abort()
+    await assert_works_again(p, d)
+    assert not d.node._works
+    assert not p.node._desk.works
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "fences"),
+    [
+        (Fault.REFUSE, "transfer_failed", 0),
+        (Fault.LOSE, "transfer_failed", 1),
+        (Fault.LAND_LATE, "transfer_failed", 1),
+        (Fault.RAISE, "transfer_failed", 1),
+        (Fault.HANG, "transfer_failed", 1),
+        (Fault.CORRUPT, "component_mismatch", 0),
+    ],
+)
+async def test_a_bad_write_fails_the_room_and_its_memory_is_safe(pair: Pair, fault: Fault, code: str, fences: int) -> None:
+    engines: list[LoopbackEngine] = []
+    struck = []
+
+    def strike(submission: Submission) -> Fault | None:
+        if struck:
+            return None
+        struck.append(submission)
+        return fault
+
+    def transport() -> LoopbackEngine:
+        engines.append(LoopbackEngine(fault_hook=strike))
+        return engines[-1]
+
+    p = await pair.prefill(make_transport=transport, deadlines=replace(FAST, transfer_s=1.0))
+    d = await pair.decode(p)
+    with pytest.raises(RequestFailed) as caught:
+        await answer(d.node, request(270))
+    assert (caught.value.code, caught.value.status) == (code, 502)
+    assert any(name in caught.value.message for name in (*COMPONENTS, "pages", "deadline"))
+    await assert_works_again(p, d)
+    assert d.metric("pd_fences_total") == fences
+    for engine in engines:
+        assert engine.land_late() == 0, "the fence has closed the way"
+
+
+async def test_an_engine_error_fails_one_room_only(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    p.engine.gate.clear()
+    p.engine.fail_next = True
+    first, second = d.node.submit(request(40)), d.node.submit(request(41))
+    p.engine.gate.set()
+    with pytest.raises(RequestFailed, match="told to fail"):
+        await first.route()
+    assert [t async for o in second for t in o.token_ids] == expected(request(41))
+    await assert_works_again(p, d)
+
+
+async def test_an_exception_in_one_room_fails_that_room_only(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    for target in ("server.decode.receiver.verify", "server.prefill.work.CopyPlan.tail"):
+        with monkeypatch.context() as patched:
+
+            def broken(*args: object) -> None:
+                raise ZeroDivisionError("simulated")
+
+            patched.setattr(target, broken)
+            with pytest.raises(RequestFailed, match="ZeroDivisionError") as caught:
+                await answer(d.node, request(40))
+            assert (caught.value.code, caught.value.status) == ("internal_error", 500)
+        await assert_works_again(p, d)
+
+
+async def test_a_peer_that_falls_silent_fails_its_rooms_within_the_deadline_and_serves_again(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    port = p.node.bootstrap_port
+    p.engine.gate.clear()
+    generation = d.node.submit(request(300))
+    await until(lambda: next(iter(d.node._works.values())).room.phase == "prefill")
+    started = time.monotonic()
+    await p.node._bootstrap.close()  # as a killed process: it says nothing any more
+    with pytest.raises(RequestFailed, match="was silent") as caught:
+        await generation.route()
+    assert time.monotonic() - started < FAST.peer_s + 1.0
+    assert (caught.value.code, caught.value.status) == ("peer_lost", 502)
+    with pytest.raises(RequestFailed, match="was silent") as caught:
+        d.node.submit(request(5))
+    assert caught.value.status == 503
+    await until(lambda: all_free(d), what="the fence makes the memory free")
+    p.engine.gate.set()
+    p2 = await pair.prefill(port=port)
+    took_s = await until(lambda: d.node.server_info()["peers"][0]["state"] == "registered")
+    assert took_s < 2.0
+    await assert_works_again(p2, d)
+
+
+async def test_a_restart_on_the_same_port_is_noticed_by_the_incarnation(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    assert await answer(d.node, request(20)) == expected(request(20))
+    port = p.node.bootstrap_port
+    await pair.stop(p)
+    p2 = await pair.prefill(port=port)
+    incarnation = p2.node.incarnation
+    took_s = await until(lambda: d.node.server_info()["peers"][0]["incarnation"] == incarnation)
+    assert took_s < 2.0
+    await assert_works_again(p2, d)
+
+
+async def test_a_prefill_node_that_shuts_down_tells_its_rooms_at_once(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    p.engine.gate.clear()
+    generation = d.node.submit(request(300))
+    await until(lambda: next(iter(d.node._works.values())).room.phase == "prefill")
+    started = time.monotonic()
+    stopping = asyncio.create_task(pair.stop(p))
+    with pytest.raises(RequestFailed, match="prefill node is shutting down"):
+        await generation.route()
+    assert time.monotonic() - started < 1.0
+    await stopping
+
+
+async def test_a_decode_node_that_disappears_leaves_the_prefill_node_clean(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    p.engine.gate.clear()
+    for i in range(3):
+        d.node.submit(request(100, seed=i))
+    await until(lambda: p.counts()["slots"]["reserved"] == 3)
+    for link in d.node._receiver.links:
+        await link.close()
+    await until(lambda: not p.node._desk.targets, FAST.peer_s + 1.0)
+    p.engine.gate.set()
+    await until(lambda: all_free(p))
+    assert not p.node._desk.works
+
+
+async def test_the_client_hears_of_a_dead_prefill_engine(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    p.engine.gate.clear()
+    generation = d.node.submit(request(100))
+    await until(lambda: p.counts()["slots"]["reserved"] == 1)
+    p.node.on_engine_event(Died("out of memory"))
+    with pytest.raises(RequestFailed, match="out of memory"):
+        await generation.route()
+    assert p.node.alive() == (False, "the engine thread has ended: out of memory")
+    with pytest.raises(RequestFailed, match="out of memory"):
+        await answer(d.node, request(5))
+    assert not d.node.server_info()["waiting"]
+
+
+async def test_garbage_on_the_control_port_is_counted_and_dropped(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(f"tcp://127.0.0.1:{p.node.bootstrap_port}")
+    for _ in range(50):
+        await socket.send(os.urandom(100))
+        await socket.send(b"PD\x01" + os.urandom(100))
+        await socket.send_multipart([b"", b"a", b"b"])
+    await socket.send(encode(reserve()))
+    await socket.send(b"PD\x09hello")
+    await socket.send(b"PD\x01" + bytes(1 << 20))
+    assert b"protocol_version" in await socket.recv()
+    names = ("garbage", "malformed", "stale", "version")
+    await until(lambda: all(p.metric("pd_control_frames_dropped_total", reason=name) > 0 for name in names))
+    socket.close(0)
+    context.term()
+    await assert_works_again(p, d)
+
+
+async def test_a_control_connection_that_breaks_and_comes_back_loses_no_room(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    p.engine.gate.clear()
+    generation = d.node.submit(request(300))
+    await until(lambda: next(iter(d.node._works.values())).room.phase == "prefill")
+    link = d.node._receiver.links[0]
+    link._socket.disconnect(f"tcp://{link.address}")
+    await asyncio.sleep(0.3)
+    link._socket.connect(f"tcp://{link.address}")
+    p.engine.gate.set()
+    assert [t async for o in generation for t in o.token_ids] == expected(request(300))
+    assert d.metric("pd_fences_total") == 0
+    await assert_works_again(p, d)

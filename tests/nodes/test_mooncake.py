@@ -1,0 +1,168 @@
+"""The same nodes over the real Mooncake Transfer Engine, in one process and with a prefill node that is killed or frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from server.engine.request import RequestFailed
+from server.transfer.engines.mooncake import MooncakeEngine
+from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
+from tests.nodes.test_failures import COMPONENTS, all_free, assert_works_again
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with pairs(lambda: MooncakeEngine(transport="tcp")) as pair:
+        yield pair
+
+
+class PrefillProcess:
+    """A prefill node of its own; ``chunk_delay_s`` is what each chunk takes at least."""
+
+    def __init__(self, port: int = 0, chunk_delay_s: float = 0.0) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.nodes.prefill_process", str(port), str(chunk_delay_s)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start_prefill() -> Iterator[Callable[..., PrefillProcess]]:
+    started: list[PrefillProcess] = []
+
+    def start(*args: object, **kwargs: object) -> PrefillProcess:
+        started.append(PrefillProcess(*args, **kwargs))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.end()
+
+
+async def test_every_live_byte_arrives(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    ready, reason = await d.node.ready()
+    assert ready, reason
+    for n in (1, 18, 128, 257, 1025):
+        assert await answer(d.node, request(n)) == expected(request(n))
+    assert d.engine.wrong_bytes == []
+    asked = [request(1 + 37 * i % 600, seed=i) for i in range(16)]
+    assert await asyncio.gather(*(answer(d.node, one) for one in asked)) == [expected(one) for one in asked]
+    assert d.engine.wrong_bytes == []
+    await until(lambda: all_free(p) and all_free(d))
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+async def test_a_component_that_is_not_sent_fails_the_room_by_its_name(pair: Pair, component: str) -> None:
+    p = await pair.prefill(faults=(f"drop:{component}:1",))
+    d = await pair.decode(p)
+    with pytest.raises(RequestFailed, match=component) as caught:
+        await answer(d.node, request(270))
+    assert caught.value.component == component
+    await assert_works_again(p, d)
+
+
+async def test_aborts_at_any_moment_leave_every_count_at_its_start(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    await answer(d.node, request(5))
+    for i in range(40):
+        generation = d.node.submit(request(500, seed=i, max_tokens=50))
+        await asyncio.sleep(0.002 * i)
+        generation.abort()
+    await assert_works_again(p, d)
+    assert d.metric("pd_fences_total") == 0
+
+
+async def test_writes_are_refused_once_the_arena_is_unregistered_and_the_room_says_so(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    address = f"127.0.0.1:{p.node.bootstrap_port}"
+    d.node._receiver._sessions.engine(address).unregister(d.arena.ptr)
+    with pytest.raises(RequestFailed, match="refused") as caught:
+        await answer(d.node, request(100))
+    assert caught.value.code == "transfer_failed"
+    await until(lambda: all_free(p) and all_free(d))
+
+
+async def test_a_decode_node_restart_gets_a_fresh_sender(pair: Pair) -> None:
+    p = await pair.prefill()
+    for _ in range(2):
+        d = await pair.decode(p)
+        assert await answer(d.node, request(300)) == expected(request(300))
+        await pair.stop(d)
+    await until(lambda: not p.node._desk.targets, 5.0)
+    assert all_free(p)
+
+
+async def phase_is(d: NodeUnderTest, phase: str) -> None:
+    await until(lambda: any(w.room is not None and w.room.phase == phase for w in d.node._works.values()), what=phase)
+
+
+async def test_a_killed_prefill_node_fails_its_rooms_and_the_next_one_serves(
+    pair: Pair, start_prefill: Callable[..., PrefillProcess]
+) -> None:
+    p = start_prefill(chunk_delay_s=0.3)
+    d = await pair.decode(p.address)
+    generation = d.node.submit(request(1000))
+    await phase_is(d, "prefill")
+    await asyncio.sleep(0.5)  # some pages are on their way
+    started = time.monotonic()
+    p.signal(signal.SIGKILL)
+    with pytest.raises(RequestFailed, match="was silent"):
+        await generation.route()
+    assert time.monotonic() - started < FAST.peer_s + 1.0
+    await until(lambda: all_free(d), what="the fence makes the memory free")
+    start_prefill(p.port)
+    await until(lambda: d.node.server_info()["peers"][0]["state"] == "registered")
+    assert await answer(d.node, request(270)) == expected(request(270))
+    assert d.engine.wrong_bytes == []
+
+
+async def test_a_frozen_prefill_node_is_fenced_and_nothing_lands_when_it_wakes(
+    pair: Pair, start_prefill: Callable[..., PrefillProcess]
+) -> None:
+    p = start_prefill(chunk_delay_s=0.3)
+    d = await pair.decode(p.address)
+    generation = d.node.submit(request(1000))
+    await phase_is(d, "prefill")
+    await asyncio.sleep(0.5)
+    p.signal(signal.SIGSTOP)
+    with pytest.raises(RequestFailed, match="was silent"):
+        await generation.route()
+    await until(lambda: all_free(d), what="the fence makes the memory free")
+    before = d.arena.buffer.clone()
+    p.signal(signal.SIGCONT)
+    await until(lambda: d.node.server_info()["peers"][0]["state"] == "registered")
+    await asyncio.sleep(0.5)
+    assert d.arena.buffer.equal(before), "bytes landed in memory that was free"
+    assert await answer(d.node, request(270)) == expected(request(270))
+    assert d.engine.wrong_bytes == []

@@ -1,0 +1,217 @@
+"""A prefill and a decode node in one process, real ZMQ between them, the loopback transport: the good ways and the refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from server.cache.live import live_positions
+from server.engine.request import RequestFailed
+from server.transfer.protocol import MAX_ROOM
+from tests.nodes.support import FAST, Pair, answer, expected, pairs, request, until
+from tests.transfer.support import IDENTITY, WINDOW, make_geometry
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with pairs() as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("n", [1, 3, 4, 5, 15, 16, 17, 18, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1025])
+async def test_every_live_byte_arrives_and_memory_returns(pair: Pair, n: int) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    p_counts, d_counts = p.counts(), d.counts()
+    asked = request(n)
+    generation = d.node.submit(asked)
+    route = await generation.route()
+    assert [t async for o in generation for t in o.token_ids] == expected(asked)
+    assert d.engine.wrong_bytes == []
+    assert len(p.engine.prefilled) == 1, "the prefill node served it"
+    assert route.prefill == f"127.0.0.1:{p.node.bootstrap_port}"
+    assert route.transfer_bytes == d.arena.layout.live_nbytes(n)
+    await until(lambda: (p.counts(), d.counts()) == (p_counts, d_counts))
+    for side in (p, d):
+        for name, nbytes in d.arena.layout.live_nbytes(n).items():
+            assert side.metric("pd_transfer_bytes_total", component=name) == nbytes
+        assert side.metric("pd_rooms_total", outcome="committed", reason="") == 1
+
+
+async def test_no_byte_outside_the_live_ranges_changes(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    d.engine.gate.clear()
+    before = d.arena.buffer.clone()
+    asked = request(300)
+    await d.node.submit(asked).route()
+    (work,) = d.node._works.values()
+    mask = before != d.arena.buffer
+    for name, rows in live_positions(300, WINDOW, d.arena.layout.names).items():
+        for run in d.arena.layout.runs(name, rows, work.placement):
+            mask[run.offset : run.offset + run.nbytes] = False
+    assert not mask.any()
+    d.engine.gate.set()
+
+
+async def test_many_rooms_on_few_slots(pair: Pair) -> None:
+    p = await pair.prefill(geometry=make_geometry(slots=3, pages=9))
+    d = await pair.decode(p)
+    asked = [request(1 + 37 * i % 400, seed=i) for i in range(32)]
+    answers = await asyncio.gather(*(answer(d.node, one) for one in asked))
+    assert answers == [expected(one) for one in asked]
+    assert d.engine.wrong_bytes == []
+
+
+async def test_the_peer_with_fewer_rooms_is_taken(pair: Pair) -> None:
+    first, second = await pair.prefill(), await pair.prefill()
+    d = await pair.decode(first, second)
+    asked = [request(50, seed=i) for i in range(8)]
+    assert await asyncio.gather(*(answer(d.node, one) for one in asked)) == [expected(one) for one in asked]
+    assert first.engine.prefilled
+    assert second.engine.prefilled
+
+
+async def test_two_decode_nodes_share_a_prefill_node(pair: Pair) -> None:
+    p = await pair.prefill()
+    d1, d2 = await pair.decode(p), await pair.decode(p)
+    asked = [request(60, seed=i) for i in range(6)]
+    answers = await asyncio.gather(*(answer((d1, d2)[i % 2].node, one) for i, one in enumerate(asked)))
+    assert answers == [expected(one) for one in asked]
+
+
+async def test_local_prefill_needs_no_peer(pair: Pair) -> None:
+    d = await pair.decode(local=True)
+    asked = request(40)
+    generation = d.node.submit(asked)
+    assert (await generation.route()).prefill == "local"
+    assert [t async for o in generation for t in o.token_ids] == expected(asked)
+    assert await d.node.ready() == (True, "local prefill")
+    generation = d.node.submit(request(40, max_tokens=500))
+    await generation.route()
+    generation.abort()
+    await until(lambda: d.counts()["slots"]["free"] == 3)
+
+
+@pytest.mark.parametrize(
+    ("n", "max_tokens", "numbers"),
+    [(0, 4, ()), (4090, 7, ("4090", "7", "4096")), (1, 0, ("0",)), (3500, 200, ("3500", "200", "3584"))],
+)
+async def test_what_can_never_be_served_is_400_with_the_numbers(
+    pair: Pair, n: int, max_tokens: int, numbers: tuple[str, ...]
+) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    with pytest.raises(RequestFailed) as caught:
+        d.node.submit(request(n, max_tokens=max_tokens))
+    assert caught.value.status == 400
+    assert all(number in caught.value.message for number in numbers)
+    assert d.node.server_info()["waiting"] == 0
+
+
+async def test_a_token_outside_the_vocabulary_is_400(pair: Pair) -> None:
+    d = await pair.decode(await pair.prefill())
+    with pytest.raises(RequestFailed, match="1000") as caught:
+        d.node.submit(replace(request(3), prompt_ids=(1, 1000, 2)))
+    assert caught.value.status == 400
+
+
+async def test_a_prompt_that_only_the_prefill_node_cannot_hold_fails_with_its_reason(pair: Pair) -> None:
+    p = await pair.prefill(geometry=make_geometry(pages=3))
+    d = await pair.decode(p)
+    with pytest.raises(RequestFailed, match="at most 512") as caught:
+        await answer(d.node, request(600))
+    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+    await until(lambda: d.counts()["slots"]["free"] == 3)
+
+
+async def test_a_room_in_use_is_409_and_room_ids_have_63_bits(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    p.engine.gate.clear()
+    first = d.node.submit(request(9), room=MAX_ROOM)
+    with pytest.raises(RequestFailed) as caught:
+        d.node.submit(request(10), room=MAX_ROOM)
+    assert caught.value.status == 409
+    for room in (-1, MAX_ROOM + 1):
+        with pytest.raises(RequestFailed) as caught:
+            d.node.submit(request(10), room=room)
+        assert caught.value.status == 400
+    p.engine.gate.set()
+    assert [t async for o in first for t in o.token_ids] == expected(request(9))
+    assert (await first.route()).room == MAX_ROOM
+    await until(lambda: not d.node._rooms)
+    assert await answer(d.node, request(10)) == expected(request(10))
+
+
+async def test_without_a_peer_the_answer_is_503_with_the_reason(pair: Pair) -> None:
+    d = await pair.decode("127.0.0.1:1", wait=False)
+    with pytest.raises(RequestFailed, match="127.0.0.1:1 has not answered yet") as caught:
+        d.node.submit(request(5))
+    assert (caught.value.status, caught.value.code) == (503, "no_prefill")
+    ready, reason = await d.node.ready()
+    assert not ready
+    assert "127.0.0.1:1" in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"identity": replace(IDENTITY, model="model-b")}, "model differs: prefill has model-b, decode has model-a"),
+        ({"identity": replace(IDENTITY, tokenizer="other")}, "tokenizer differs"),
+        ({"identity": replace(IDENTITY, dtype="bfloat16")}, "dtype differs: prefill has bfloat16, decode has float32"),
+        ({"geometry": make_geometry(page_size=128)}, "page_size differs: prefill has 128, decode has 256"),
+    ],
+)
+async def test_a_peer_that_does_not_fit_is_refused_and_the_client_is_told_the_field(
+    pair: Pair, changes: dict[str, object], words: str
+) -> None:
+    p = await pair.prefill(**changes)  # type: ignore[arg-type]
+    d = await pair.decode(p, wait=False)
+    took_s = await until(lambda: d.node.server_info()["peers"][0]["state"] == "refused")
+    assert took_s < 1.0
+    with pytest.raises(RequestFailed, match=words) as caught:
+        d.node.submit(request(5))
+    assert caught.value.status == 503
+
+
+async def test_a_component_that_is_not_offered_is_refused_by_name_until_the_peer_is_replaced(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p, geometry=make_geometry(draft=True), wait=False)
+    await until(lambda: d.node.server_info()["peers"][0]["state"] == "refused")
+    with pytest.raises(RequestFailed, match=r"components\.draft_swa differs: prefill has absent, decode has present"):
+        d.node.submit(request(5))
+    port = p.node.bootstrap_port
+    await pair.stop(p)
+    await pair.prefill(port=port, geometry=make_geometry(draft=True))
+    await until(lambda: d.node.server_info()["peers"][0]["state"] == "registered")
+    assert await answer(d.node, request(300)) == expected(request(300))
+    assert d.engine.wrong_bytes == []
+
+
+async def test_ready_means_that_a_write_of_the_peer_really_landed(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    assert await d.node.ready() == (True, f"prefill 127.0.0.1:{p.node.bootstrap_port}: probe transfer ok")
+    d.node._receiver._prober._fresh_s = 0.0
+    d.node._receiver._sessions.engine(f"127.0.0.1:{p.node.bootstrap_port}").unregister(d.arena.ptr)
+    ready, reason = await d.node.ready()
+    assert not ready
+    assert "refused" in reason
+
+
+async def test_the_queue_has_a_deadline_while_nothing_moves(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p, deadlines=replace(FAST, admission_s=0.5))
+    d.engine.gate.clear()
+    running = [d.node.submit(request(5, seed=i)) for i in range(3)]
+    late = d.node.submit(request(5, seed=9))
+    with pytest.raises(RequestFailed, match=r"for 0\.5 s") as caught:
+        await late.route()
+    assert (caught.value.status, caught.value.code) == (503, "overloaded")
+    d.engine.gate.set()
+    for generation in running:
+        assert [o async for o in generation]

@@ -1,0 +1,329 @@
+"""The two state machines, alone and against each other: every room ends, and memory is free only when nothing can land in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from server.transfer.decode_room import (
+    Commit,
+    DecodePhase,
+    DecodeRoom,
+    FailClient,
+    Fenced,
+    FencePeer,
+    Free,
+    Opened,
+    Verified,
+    Verify,
+)
+from server.transfer.plan import Rows
+from server.transfer.prefill_events import (
+    Admitted,
+    Advanced,
+    BatchEnded,
+    CancelEngine,
+    CancelPush,
+    Clean,
+    Cleaned,
+    Computed,
+    EngineIdle,
+    Pushed,
+    PushPages,
+    PushTail,
+    QueueMoved,
+    Release,
+    SenderGone,
+)
+from server.transfer.prefill_room import PrefillPhase, PrefillRoom
+from server.transfer.protocol import (
+    Abort,
+    Committed,
+    Done,
+    Failed,
+    Progress,
+    Quiesced,
+    Rejected,
+    RemotePhase,
+    Reserve,
+    Reserved,
+    Writes,
+    ids_of,
+)
+from server.transfer.rooms import (
+    Deadlines,
+    Failure,
+    Forget,
+    GivenUp,
+    Heartbeat,
+    PeerLost,
+    RoomKey,
+    Send,
+    Tick,
+    Tombstones,
+)
+from tests.transfer.simulation import DECODE, Simulation, Weather
+from tests.transfer.test_protocol import reserve
+
+DEADLINES = Deadlines()
+RESERVE = reserve()
+IDS = ids_of(RESERVE)
+DONE = Done(**IDS, n=3, sent=(), pieces=1, timings=None)  # type: ignore[arg-type]
+GONE = Failure("aborted", "the client is gone", 499)
+
+
+def sent(actions: list[object]) -> list[object]:
+    return [action.message for action in actions if isinstance(action, Send)]
+
+
+def kinds(actions: list[object]) -> list[type]:
+    return [type(action.message) if isinstance(action, Send) else type(action) for action in actions]
+
+
+def decode_room() -> DecodeRoom:
+    room = DecodeRoom(RESERVE, DEADLINES, 0.0)
+    assert sent(room.handle(Opened(), 0.0)) == [RESERVE]
+    return room
+
+
+def prefill_room(phase: PrefillPhase = PrefillPhase.QUEUED) -> PrefillRoom:
+    room = PrefillRoom(RESERVE, 3, DEADLINES, 0.0)
+    if phase is not PrefillPhase.QUEUED:
+        room.handle(Admitted(), 1.0)
+    if phase in (PrefillPhase.TRANSFER, PrefillPhase.COMMIT):
+        room.handle(Computed({"swa": 9}, 0.5, 0.1), 2.0)
+        room.handle(Pushed(1, (Rows("swa", 0, 3, 96),), 4, last=True), 2.0)
+    if phase is PrefillPhase.COMMIT:
+        room.handle(BatchEnded(1, None, quiesced=True), 3.0)
+    assert room.phase is phase
+    return room
+
+
+class TestDecodeRoom:
+    def test_good_way(self) -> None:
+        room = decode_room()
+        room.handle(Reserved(**IDS), 0.1)
+        room.handle(Progress(**IDS, phase=RemotePhase.PREFILL, n_computed=1), 0.2)
+        assert kinds(room.handle(DONE, 0.3)) == [Verify]
+        assert kinds(room.handle(Verified(None), 0.4)) == [Committed, Commit, Forget]
+        assert kinds(room.handle(DONE, 0.5)) == [Committed], "a Done that is sent again is answered again"
+        assert set(room.phase_s) == {"reserve", "queued", "prefill", "verify"}
+
+    def test_reserve_is_sent_again_with_back_off_until_it_is_answered(self) -> None:
+        room = decode_room()
+        times = [t / 10 for t in range(1, 60) if sent(room.handle(Tick(), t / 10))]
+        assert times == pytest.approx([0.5, 1.5, 3.5], abs=0.11)
+        room.handle(Reserved(**IDS), 6.0)
+        assert not room.handle(Tick(), 9.0)
+
+    def test_silence_in_each_phase_fails_with_the_phase_s_name(self) -> None:
+        for phase in ("reserve", "queued", "prefill", "transfer"):
+            room = decode_room()
+            if phase != "reserve":
+                room.handle(Progress(**IDS, phase=RemotePhase(phase), n_computed=0), 1.0)
+            limit_s = getattr(DEADLINES, f"{phase}_s")
+            room.handle(Tick(), limit_s)
+            actions = room.handle(Tick(), limit_s + 1.1)
+            assert kinds(actions) == [FailClient, Abort]
+            assert room.failure is not None
+            assert (room.failure.code, room.failure.status) == ("deadline", 504)
+            assert phase in room.failure.reason
+
+    def test_a_sign_of_life_moves_the_deadline(self) -> None:
+        room = decode_room()
+        for t in range(1, 500):
+            room.handle(Progress(**IDS, phase=RemotePhase.QUEUED, n_computed=0), float(t))
+            assert not room.handle(Tick(), t + 0.5)
+
+    def test_memory_is_free_only_after_quiesced(self) -> None:
+        room = decode_room()
+        assert kinds(room.handle(GivenUp(GONE), 1.0)) == [FailClient, Abort]
+        assert kinds(room.handle(Tick(), 2.0)) == [Abort]
+        assert kinds(room.handle(DONE, 2.1)) == [Abort], "it is too late"
+        assert kinds(room.handle(Quiesced(**IDS), 2.2)) == [Free, Forget]
+        assert room.phase is DecodePhase.OVER
+        assert room.handle(Quiesced(**IDS), 2.3) == []
+
+    def test_memory_is_not_free_while_it_is_being_checked(self) -> None:
+        room = decode_room()
+        room.handle(DONE, 1.0)
+        room.handle(GivenUp(GONE), 1.1)
+        assert room.handle(Quiesced(**IDS), 1.2) == []
+        assert kinds(room.handle(Verified(None), 1.3)) == [Free, Forget]
+
+    def test_an_abort_that_is_not_answered_asks_for_a_fence_once(self) -> None:
+        room = decode_room()
+        room.handle(GivenUp(GONE), 0.0)
+        assert kinds(room.handle(Tick(), DEADLINES.quiesce_s + 1)) == [FencePeer]
+        assert FencePeer not in kinds(room.handle(Tick(), DEADLINES.quiesce_s + 2))
+        assert room.handle(PeerLost(Failure("fenced", "", 502)), 40.0) == []
+        assert kinds(room.handle(Fenced(), 41.0)) == [Free, Forget]
+
+    def test_unknown_writes_ask_for_a_fence_at_once(self) -> None:
+        room = decode_room()
+        failed = Failed(**IDS, code="transfer_failed", reason="lost", status=502, component="swa", writes=Writes.UNKNOWN)
+        assert kinds(room.handle(failed, 1.0)) == [FailClient, Abort, FencePeer]
+        assert room.failure == Failure("transfer_failed", "lost", 502, "swa")
+
+    def test_a_lost_peer_fails_the_client_at_once_and_frees_after_the_fence(self) -> None:
+        room = decode_room()
+        assert kinds(room.handle(PeerLost(Failure("peer_lost", "silent", 502)), 1.0)) == [FailClient]
+        assert room.handle(Tick(), 500.0) == []
+        assert kinds(room.handle(Fenced(), 501.0)) == [Free, Forget]
+
+    def test_a_mismatch_is_rejected_by_component(self) -> None:
+        room = decode_room()
+        room.handle(DONE, 1.0)
+        actions = room.handle(Verified(Failure("component_mismatch", "swa: digest", 502, "swa")), 1.1)
+        assert kinds(actions) == [Rejected, FailClient, Abort]
+        assert sent(actions)[0] == Rejected(**IDS, component="swa", reason="swa: digest")
+
+
+class TestPrefillRoom:
+    def test_good_way(self) -> None:
+        room = PrefillRoom(RESERVE, 3, DEADLINES, 0.0)
+        assert kinds(room.handle(RESERVE, 0.0)) == [Reserved]
+        room.handle(Admitted(), 1.0)
+        assert kinds(room.handle(Advanced(2), 1.5)) == [PushPages, Progress]
+        room.handle(Pushed(1, (Rows("swa", 0, 2, 64),), 1, last=False), 1.5)
+        assert kinds(room.handle(Computed({"swa": 9}, 0.5, 0.1), 2.0)) == [PushTail, Progress]
+        assert room.handle(BatchEnded(1, None, quiesced=True), 2.1) == [], "the tail is still to come"
+        room.handle(Pushed(2, (Rows("swa", 2, 3, 32),), 3, last=True), 2.2)
+        (done,) = sent(room.handle(BatchEnded(2, None, quiesced=True), 3.0))
+        assert isinstance(done, Done)
+        (swa,) = done.sent
+        assert (swa.start, swa.stop, swa.nbytes, swa.digest, done.pieces) == (0, 3, 96, 9, 4)
+        assert sent(room.handle(Tick(), 4.0)) == [done], "it is sent again until answered"
+        assert kinds(room.handle(Committed(**IDS), 4.1)) == [Clean]
+        assert kinds(room.handle(Cleaned(), 4.2)) == [Release, Forget]
+
+    def test_done_waits_for_every_batch(self) -> None:
+        room = prefill_room(PrefillPhase.PREFILL)
+        room.handle(Pushed(1, (Rows("swa", 0, 2, 64),), 1, last=False), 1.5)
+        room.handle(Computed({"swa": 9}, 0.5, 0.1), 2.0)
+        room.handle(Pushed(2, (Rows("swa", 2, 3, 32),), 3, last=True), 2.2)
+        assert room.handle(BatchEnded(2, None, quiesced=False), 2.3) == []
+        assert kinds(room.handle(BatchEnded(1, None, quiesced=True), 2.4)) == [Done]
+
+    @pytest.mark.parametrize("phase", [p for p in PrefillPhase if p not in ("committed", "ending")])
+    def test_an_abort_in_any_phase_ends_quiesced_and_clean(self, phase: PrefillPhase) -> None:
+        room = prefill_room(phase)
+        actions = room.handle(Abort(**IDS, reason="bye"), 10.0)
+        if phase is PrefillPhase.PREFILL:
+            assert kinds(actions) == [CancelEngine]
+            actions = room.handle(EngineIdle(), 10.1)
+        elif phase is PrefillPhase.TRANSFER:
+            assert kinds(actions) == [CancelPush]
+            actions = room.handle(BatchEnded(1, Failure("transfer_failed", "cancelled", 502), quiesced=True), 10.1)
+        if phase is PrefillPhase.QUEUED:
+            assert kinds(actions) == [Quiesced, Forget]
+        else:
+            assert kinds(actions) == [Quiesced, Clean]
+            assert kinds(room.handle(Cleaned(), 10.2)) == [Release, Forget]
+
+    def test_quiesced_is_not_said_while_a_batch_is_under_way(self) -> None:
+        room = prefill_room(PrefillPhase.TRANSFER)
+        room.handle(Abort(**IDS, reason="bye"), 3.0)
+        assert room.handle(Abort(**IDS, reason="bye"), 3.5) == []
+        assert room.handle(Tick(), 4.0) == []
+
+    def test_quiesced_is_never_said_after_a_write_of_unknown_fate(self) -> None:
+        room = prefill_room(PrefillPhase.TRANSFER)
+        actions = room.handle(BatchEnded(1, Failure("transfer_failed", "timed out", 502, "swa"), quiesced=False), 3.0)
+        messages = [m for m in sent(actions) if isinstance(m, Failed)]
+        assert [m.writes for m in messages] == [Writes.UNKNOWN, Writes.UNKNOWN]
+        actions = room.handle(Abort(**IDS, reason="bye"), 3.1)
+        assert [m.writes for m in sent(actions)] == [Writes.UNKNOWN]  # type: ignore[attr-defined]
+        assert room.handle(Cleaned(), 3.2)[-1] == Forget("failed", "transfer_failed", clean=False)
+
+    def test_a_failure_is_told_at_once_and_again_until_the_abort(self) -> None:
+        room = prefill_room(PrefillPhase.PREFILL)
+        actions = room.handle(EngineIdle(Failure("engine_error", "boom", 500)), 2.0)
+        assert kinds(actions) == [Failed, Quiesced, Clean]
+        assert kinds(room.handle(Cleaned(), 2.1)) == [Release]
+        assert kinds(room.handle(Tick(), 2.6)) == [Failed]
+        assert kinds(room.handle(Abort(**IDS, reason="ok"), 2.7)) == [Quiesced, Forget]
+
+    def test_a_failure_that_is_never_acknowledged_is_forgotten_in_the_end(self) -> None:
+        room = prefill_room(PrefillPhase.PREFILL)
+        room.handle(EngineIdle(Failure("engine_error", "boom", 500)), 2.0)
+        room.handle(Cleaned(), 2.1)
+        assert kinds(room.handle(Tick(), 3.0 + DEADLINES.quiesce_s)) == [Forget]
+
+    def test_deadlines_of_the_prefill_node_s_own_phases(self) -> None:
+        for phase in (PrefillPhase.QUEUED, PrefillPhase.PREFILL, PrefillPhase.TRANSFER, PrefillPhase.COMMIT):
+            room = prefill_room(phase)
+            actions = room.handle(Tick(), 4.0 + getattr(DEADLINES, f"{phase}_s"))
+            assert kinds(actions)[0] is Failed
+            assert room.failure is not None
+            assert room.failure.code == "deadline"
+
+    def test_waiting_in_a_moving_queue_is_no_silence(self) -> None:
+        room = prefill_room()
+        for t in range(0, 600, 10):
+            room.handle(QueueMoved(), float(t))
+            assert Failed not in kinds(room.handle(Tick(), t + 5.0))
+
+    def test_signs_of_life_are_sent_every_second(self) -> None:
+        room = prefill_room()
+        times = [t / 10 for t in range(1, 50) if Progress in kinds(room.handle(Tick(), t / 10))]
+        assert len(times) == 4
+
+    def test_a_lost_peer_is_told_nothing(self) -> None:
+        room = prefill_room(PrefillPhase.TRANSFER)
+        assert kinds(room.handle(PeerLost(Failure("peer_lost", "", 502)), 3.0)) == [CancelPush]
+        assert kinds(room.handle(SenderGone(), 8.0)) == [Clean]
+        assert kinds(room.handle(Cleaned(), 8.1)) == [Release, Forget]
+
+    def test_a_missing_digest_fails_the_room(self) -> None:
+        room = prefill_room(PrefillPhase.PREFILL)
+        room.handle(Computed({}, 0.5, 0.1), 2.0)
+        room.handle(Pushed(1, (), 1, last=True), 2.0)
+        assert kinds(room.handle(BatchEnded(1, None, quiesced=True), 2.1)) == [Failed, Quiesced, Clean]
+
+
+def test_a_tombstone_refuses_its_epoch_and_earlier_ones() -> None:
+    stones = Tombstones(capacity=2)
+    stones.bury(RoomKey(5, 2, DECODE), GONE, clean=True)
+    assert stones.refuses(RoomKey(5, 1, DECODE)) is not None
+    assert stones.refuses(RoomKey(5, 2, DECODE)) is not None
+    assert stones.refuses(RoomKey(5, 3, DECODE)) is None
+    stones.bury(RoomKey(6, 3, DECODE), GONE, clean=False)
+    for room in range(10, 20):
+        stones.bury(RoomKey(room, 4, DECODE), GONE, clean=True)
+    assert len(stones) == 2
+    assert not stones.clean(RoomKey(6, 3, DECODE)), "a room with unknown writes is never forgotten"
+    stones.drop_peer(DECODE)
+    assert len(stones) == 0
+    assert stones.clean(RoomKey(6, 3, DECODE))
+
+
+def test_a_process_that_was_stopped_does_not_take_its_own_silence_for_the_peer_s() -> None:
+    heartbeat = Heartbeat(3.5, 0.0)
+    assert not heartbeat.tick(0.25, 0.25)
+    assert not heartbeat.tick(30.0, 0.25), "30 s of our own absence"
+    assert not heartbeat.tick(30.25, 0.25)
+    ticks = [30.5 + i / 4 for i in range(20)]
+    assert [heartbeat.tick(t, 0.25) for t in ticks].index(True) <= 14
+
+
+WEATHERS = {
+    "calm": Weather(),
+    "lossy": Weather(loss=0.2, duplicate=0.2, slow=0.2),
+    "aborts": Weather(loss=0.05, slow=0.2, abort=0.05),
+    "bad transport": Weather(refused=0.1, unknown=0.1, bad_digest=0.2, abort=0.02),
+    "lost verdicts": Weather(loss=0.5, unknown=0.4, abort=0.02),
+    "bad engine": Weather(engine_fails=0.1, engine_hangs=0.1, loss=0.05),
+    "restarts": Weather(peer_lost=0.03, abort=0.02, unknown=0.05, slow=0.1),
+    "everything": Weather(0.1, 0.1, 0.2, 0.05, 0.05, 0.05, 0.05, 0.03, 0.1, 0.01),
+}
+
+
+@pytest.mark.parametrize("name", WEATHERS)
+@pytest.mark.parametrize("block", range(3))
+def test_every_room_ends_and_no_write_lands_in_free_memory(name: str, block: int) -> None:
+    for seed in range(block * 20, block * 20 + 20):
+        simulation = Simulation(seed, WEATHERS[name])
+        simulation.run()
+        if name == "calm":
+            codes = {side.room.failure.code for side in simulation.d.values() if side.room.failure is not None}
+            assert codes <= {"duplicate_room"}
