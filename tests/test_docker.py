@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 import yaml
 
 DOCKER = Path(__file__).resolve().parent.parent / "docker"
-MODULES = {"launch_prefill": "server.prefill", "launch_decode": "server.decode"}
 
 
 def services(name: str) -> dict[str, Any]:
@@ -19,15 +19,16 @@ def services(name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["compose.yaml", "compose.cuda.yaml"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_commands_exist_and_have_the_options(name: str, role: str) -> None:
-    program, *options = services(name)[role]["command"]
-    assert program == f"launch_{role}"
-    done = subprocess.run(
-        [sys.executable, "-m", MODULES[program], *options, "--version"], capture_output=True, text=True, check=False
+def test_commands_have_the_options_that_are_given(role: str) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", f"server.{role}", "--help"], capture_output=True, text=True, check=True
     )
-    assert done.returncode == 0, done.stderr
+    known = set(re.findall(r"--[a-z-]+", shown.stdout))
+    for name in ("compose.yaml", "compose.cuda.yaml"):
+        program, *arguments = services(name)[role]["command"]
+        assert program == f"launch_{role}"
+        assert {argument for argument in arguments if argument.startswith("--")} <= known
 
 
 def test_only_decode_is_published_and_only_to_this_machine() -> None:

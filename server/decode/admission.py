@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
+from dataclasses import asdict, replace
+
+import msgspec
 
 from server.cache.allocator import Allocator
 from server.engine.request import GenerationRequest, RequestFailed
+from server.transfer.protocol import RoomRequest, Sampling, pack_tokens
 
 
 def check_request(
@@ -29,10 +32,19 @@ def check_request(
     needed = tokens_held(request, spec_tokens)
     if needed > allocator.capacity_tokens:
         message = (
-            f"the prompt's {n} tokens and max_tokens {max_new} need {allocator.pages_for(needed)} pages for {needed} positions, "
-            f"but the whole pool holds {allocator.capacity_tokens} positions: shorten the prompt or lower max_tokens"
+            f"the prompt's {n} tokens and max_tokens {max_new} need {needed} positions, but the whole page pool holds "
+            f"{allocator.capacity_tokens}: shorten the prompt or lower max_tokens"
         )
         raise RequestFailed("context_length_exceeded", message, status=400)
+
+
+def wire_request(request: GenerationRequest) -> RoomRequest:
+    """The request as a prefill node gets it. Raises :class:`RequestFailed` (400) for what the wire refuses."""
+    try:
+        sampling = msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(request.sampling)), type=Sampling)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise RequestFailed("bad_sampling", f"a sampling parameter is out of range: {error}", status=400) from error
+    return RoomRequest(request.request_id[:256], pack_tokens(request.prompt_ids), sampling)
 
 
 def tokens_held(request: GenerationRequest, spec_tokens: int) -> int:

@@ -1,7 +1,8 @@
 """The decode node: the :class:`~server.engine.request.Backend` that the HTTP API serves.
 
-A request's way: ``submit`` checks it and queues it -> ``_admit`` gives it a slot and pages and opens a room with a prefill node
-(:mod:`.receiver`) -> ``room_committed`` hands it to the engine -> engine events fill its stream -> its memory is released.
+A request's way: ``submit`` checks it and queues it -> ``_admit`` gives it a slot and pages and opens a room with a
+prefill node (:mod:`.receiver`) -> ``room_committed`` hands it to the engine -> engine events fill its stream -> its
+memory is released.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from server.cache.allocator import Allocator, ItemState
 from server.cache.arena import Arena
-from server.decode.admission import check_request, tokens_held, with_seed
+from server.decode.admission import check_request, tokens_held, wire_request, with_seed
 from server.decode.generation import NodeGeneration
 from server.decode.receiver import Receiver, Work, request_failed
 from server.decode.sessions import TransportSessions
@@ -73,8 +74,8 @@ class DecodeSettings:
 class DecodeNode:
     """Lives in one event loop; only :meth:`on_engine_event` may be called from another thread.
 
-    ``submit_command`` is the engine's inbox and ``make_transport`` builds one transport endpoint (one per peer; the node
-    registers the arena with it). The caller starts the engine after :meth:`start` and stops it after :meth:`stop`.
+    ``submit_command`` is the engine's inbox and ``make_transport`` builds one transport endpoint (one per peer; the
+    node registers the arena with it). The caller starts the engine after :meth:`start` and stops it after :meth:`stop`.
     """
 
     role = "decode"
@@ -156,7 +157,10 @@ class DecodeNode:
     # --- Backend ------------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest, *, room: int | None = None) -> NodeGeneration:
-        """Admits a request; ``room`` None draws one. Raises :class:`RequestFailed` at once for what cannot be served."""
+        """Admits a request; ``room`` None draws one.
+
+        Raises :class:`RequestFailed` at once for what cannot be served.
+        """
         self._check_serving()
         check_request(
             request,
@@ -165,6 +169,7 @@ class DecodeNode:
             spec_tokens=self._settings.spec_tokens,
             allocator=self._allocator,
         )
+        wire_request(request)
         if room is None:
             room = secrets.randbits(63)
         if not 0 <= room <= MAX_ROOM:
@@ -183,7 +188,7 @@ class DecodeNode:
         return (self._died is None, self._died or "")
 
     async def ready(self) -> tuple[bool, str]:
-        """Whether a request could be served now: with peers, whether a probe write by one of them really arrives here."""
+        """Whether a request could be served now: with peers, whether a probe write by one of them really arrives."""
         try:
             self._check_serving()
         except RequestFailed as failure:

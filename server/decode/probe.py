@@ -18,7 +18,10 @@ _LANES = PROBE_NBYTES // PROBE_BLOCK_NBYTES
 
 
 class Prober:
-    """Asks peers for probe writes. Every peer writes into a lane of the probe region; a result is good for ``fresh_s``."""
+    """Asks peers for probe writes.
+
+    Every peer writes into a lane of the probe region; a result is good for ``fresh_s``.
+    """
 
     def __init__(self, arena: Arena, deadline_s: float, fresh_s: float = 2.0) -> None:
         self._arena = arena

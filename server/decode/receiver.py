@@ -1,4 +1,4 @@
-"""The decode node's rooms and peers: drives the room state machines with messages, ticks and checks, and fences lost peers.
+"""The decode node's rooms and peers: feeds the room state machines, checks what arrived, and fences lost peers.
 
 The :class:`RoomOwner` (the node) owns memory and clients; this file owns everything between ``Reserve`` and commit.
 """
@@ -9,11 +9,12 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Protocol
 
 from server.cache.arena import Arena
 from server.cache.layout import Placement
+from server.decode.admission import wire_request
 from server.decode.generation import NodeGeneration
 from server.decode.probe import Prober
 from server.decode.sessions import TransportSessions
@@ -46,10 +47,7 @@ from server.transfer.protocol import (
     Quiesced,
     Reserve,
     Reserved,
-    RoomRequest,
-    Sampling,
     ids_of,
-    pack_tokens,
 )
 from server.transfer.rooms import Deadlines, Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick
 
@@ -153,11 +151,7 @@ class Receiver:
             slot=placement.slot,
             pages=placement.pages[:n_prompt_pages],
             components=self._arena.layout.names,
-            request=RoomRequest(
-                request_id=work.request.request_id[:256],
-                prompt=pack_tokens(work.request.prompt_ids),
-                sampling=Sampling(**asdict(work.request.sampling)),
-            ),
+            request=wire_request(work.request),
             silence_s=min(deadlines.queued_s, deadlines.prefill_s, deadlines.transfer_s),
         )
         work.placement, work.link = placement, link

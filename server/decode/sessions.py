@@ -1,4 +1,4 @@
-"""One transport endpoint for each prefill node, so that one peer's writes can be cut off without touching the others': the fence."""
+"""One transport endpoint for each prefill node, so that one peer's writes can be cut off alone: the fence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from server.transfer.engines.base import RegistrationFailed, TransferEngine
 log = logging.getLogger(__name__)
 
 SETTLE_S = 0.05
-"""Between unregistering and closing: writes that the transport had accepted may end in peace. Closing is what makes it safe."""
+"""Between unregistering and closing: writes that the transport had accepted may end in peace.
+
+Closing is what makes it safe.
+"""
 
 
 class TransportSessions:
@@ -35,7 +38,7 @@ class TransportSessions:
         return engine
 
     async def fence(self, address: str) -> None:
-        """Refuses new writes, lets running ones end, closes the endpoint. When this returns, no write of that peer can land.
+        """Refuses new writes, then closes the endpoint. When this returns, no write of that peer can land.
 
         Raises what the transport's ``close`` raises; then nothing is known and the memory must stay quarantined.
         """

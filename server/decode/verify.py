@@ -1,4 +1,4 @@
-"""The proof before a commit: is what lies in this node's memory, byte for byte, what the prefill node says it computed?"""
+"""The proof before a commit: is what lies in this memory, byte for byte, what the prefill node computed?"""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ class TokenOutput:
     """What one engine step adds to one request. ``finish_reason`` is set on the last output only.
 
     ``text`` is the part of the answer that is now certain (never half a character, never part of a stop string).
-    ``logprobs`` has one entry per token id when they were asked for, else it is empty.
+    ``logprobs`` has one entry per token id when they were asked for, else it is empty. Of ``n_proposed`` drafted
+    tokens of the step ``n_accepted`` stood (both 0 without speculation).
     """
 
     token_ids: tuple[int, ...]
@@ -87,6 +88,8 @@ class TokenOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    n_proposed: int = 0
+    n_accepted: int = 0
 
 
 @dataclass(frozen=True)

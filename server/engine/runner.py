@@ -8,10 +8,10 @@ import torch
 
 from server.cache.arena import Arena
 from server.cache.digest import live_digests
-from server.cache.handoff import Handoff, prompt_hash, write_handoff
+from server.cache.handoff import Handoff, prompt_hash, read_handoff, write_handoff
 from server.cache.layout import Placement
 from server.engine.request import TokenLogprob
-from server.model.batch import Segment, build_batch
+from server.model.batch import Segment, build_batch, build_draft_batch
 from server.model.network import DeepseekV4, ForwardOutput
 from server.model.pools import Pools
 
@@ -23,12 +23,31 @@ class ModelRunner:
         self.model, self.arena = model, arena
         self._pools = Pools(arena)
 
+    @property
+    def drafts(self) -> bool:
+        """Whether the draft layer is loaded and has its state in the arena."""
+        return self.model.nextn is not None and "draft_swa" in self.arena.layout.names
+
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], *, every_row: bool = False) -> ForwardOutput:
         """One forward over runs of several requests. Logits of each segment's last row, or of every row."""
         batch = build_batch(segments, self.arena.layout, self.model.row_tile, self.arena.device)
         output: ForwardOutput = self.model(batch, self._pools, None if every_row else batch.last_rows)
         return output
+
+    @torch.inference_mode()
+    def draft(self, segments: Sequence[Segment], streams: torch.Tensor) -> ForwardOutput:
+        """One draft step. ``token_ids`` of a segment are those *after* its positions; ``streams`` ``[rows, N, D]`` of
+        all rows.
+        """
+        batch = build_draft_batch(segments, self.arena.layout, self.model.row_tile, self.arena.device)
+        return self.model.draft(batch, streams, self._pools)
+
+    @torch.inference_mode()
+    def draft_rows(self, segments: Sequence[Segment], streams: torch.Tensor) -> None:
+        """The draft's window rows of a prompt, as :meth:`draft` takes them, without predicting anything."""
+        batch = build_draft_batch(segments, self.arena.layout, self.model.row_tile, self.arena.device)
+        self.model.draft_rows(batch, streams, self._pools)
 
     def synchronize(self) -> None:
         """Waits until everything computed so far is in memory: nothing may be sent before that."""
@@ -44,14 +63,20 @@ class ModelRunner:
         first: TokenLogprob,
         streams: torch.Tensor,
     ) -> dict[str, int]:
-        """Writes the hand-off row and returns the digest of every component's live bytes. ``streams`` ``[N, D]`` of
-        row n - 1.
+        """Writes the hand-off row and returns the digest of every component's live bytes.
+
+        ``streams`` ``[N, D]`` are those of position n - 1.
         """
         n = len(prompt_ids)
         row = Handoff(room, epoch, n, prompt_hash(prompt_ids), first.token_id, first.logprob, first.top, streams)
         write_handoff(self.arena, placement, row)
         self.synchronize()
         return live_digests(self.arena, n, placement)
+
+    def handed_streams(self, placement: Placement) -> torch.Tensor:
+        """The streams ``[N, D]`` of the last prompt position, out of the hand-off row."""
+        row = read_handoff(self.arena, placement, self.model.config.hc_mult)
+        return row.streams.to(self.arena.device)
 
     def scrub(self, placement: Placement) -> None:
         self.arena.scrub(placement)

@@ -7,10 +7,11 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from server.cache.layout import Placement
 from server.engine.request import GenerationRequest
+from server.engine.speculation import ChainStart, DraftState
 from server.engine.stopping import OutputProcessor
 from server.model.batch import Segment
 
@@ -37,7 +38,8 @@ class Sequence:
     n_computed: int = 0
     room: int = 0
     epoch: int = 0
-    prefill_s: float = field(default=0.0)
+    prefill_s: float = 0.0
+    draft: DraftState | None = None
 
     @property
     def n_prompt(self) -> int:
@@ -47,6 +49,18 @@ class Sequence:
         """The next ``n_tokens`` whose state is not computed yet."""
         stop = self.n_computed + n_tokens
         return Segment(self.tokens[self.n_computed : stop], self.n_computed, self.placement)
+
+    def verify_segment(self, draft: list[int]) -> Segment:
+        """The last token and the drafted ones behind it."""
+        return Segment([*self.tokens[self.n_computed :], *draft], self.n_computed, self.placement)
+
+    def chain_start(self, spec_tokens: int) -> ChainStart | None:
+        """Where a draft chain of at most ``spec_tokens`` begins; None if the next token is the last anyway."""
+        n_draft = min(spec_tokens, self.request.sampling.max_tokens - self.processor.n_generated - 1)
+        if self.draft is None or n_draft < 1:
+            return None
+        start = self.n_computed - self.draft.streams.shape[0]
+        return ChainStart(self.draft, start, self.tokens[start + 1 : self.n_computed + 1], self.placement, n_draft)
 
 
 @dataclass(frozen=True)

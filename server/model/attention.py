@@ -53,7 +53,7 @@ class Attention(nn.Module):
         rotation = rope.main if self.ratio == SLIDING else rope.compress
         qr = self.q_norm(self.wq_a(x))
         q = rotation.apply_(unit_rms(self.wq_b(qr).view(-1, self.heads, self.head_dim), self.eps))
-        kv = rotation.apply_(self.kv_norm(self.wkv(x)))
+        kv = self._kv_rows(x, rotation)
 
         ring = pools.ring[self.swa]
         window = ring.gather(self.layer_id, batch.window, kv)
@@ -67,6 +67,16 @@ class Attention(nn.Module):
             parts.append(self._attend(q[rows], blocks))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._project(rotation.apply_(out.to(x.dtype), inverse=True))
+
+    def write_window(self, x: torch.Tensor, batch: Batch, pools: Pools, rope: RopeSet) -> None:
+        """Writes the window rows of ``x`` ``[rows, D]`` (normed) without attending: all that later queries need of
+        them.
+        """
+        rotation = rope.main if self.ratio == SLIDING else rope.compress
+        pools.ring[self.swa].write(self.layer_id, batch.swa_write, self._kv_rows(x, rotation))
+
+    def _kv_rows(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        return rotation.apply_(self.kv_norm(self.wkv(x)))
 
     def _compress(
         self, x: torch.Tensor, qr: torch.Tensor, batch: Batch, pools: Pools, rope: RopeSet

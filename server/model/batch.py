@@ -22,11 +22,15 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of one request's tokens: ``token_ids`` at positions ``start ..``, whose state lies in ``placement``."""
+    """A run of one request's tokens: ``token_ids`` at positions ``start ..``, whose state lies in ``placement``.
+
+    Window rows before position ``valid_from`` were never written and are not read.
+    """
 
     token_ids: Sequence[int]
     start: int
     placement: Placement
+    valid_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class Batch:
     positions: torch.Tensor
     window: RingGather
     window_mask: torch.Tensor
-    """``[rows, W]``: false where the position would be negative."""
+    """``[rows, W]``: false where there is no such position, or none before ``valid_from``."""
     swa_write: RingWrite
     csa: CompressedView | None
     hca: CompressedView | None
@@ -125,7 +129,12 @@ class Batch:
 
 def build_batch(segments: Sequence[Segment], layout: ArenaLayout, row_tile: int, device: torch.device) -> Batch:
     """Plans a forward over ``segments``. Padding rows belong to request 0: slot 0, page 0, position 0."""
-    return _Builder(segments, layout, row_tile, device).build()
+    return _Builder(segments, layout, row_tile, device).build("swa", compressed=True)
+
+
+def build_draft_batch(segments: Sequence[Segment], layout: ArenaLayout, row_tile: int, device: torch.device) -> Batch:
+    """Plans a forward of the draft layer: a window of its own and nothing compressed."""
+    return _Builder(segments, layout, row_tile, device).build("draft_swa", compressed=False)
 
 
 class _Builder:
@@ -138,6 +147,7 @@ class _Builder:
         self.start = np.array([s.start for s in segments] + [0] * padding, dtype=np.int64)
         self.length = np.array(lengths + [1] * padding, dtype=np.int64)
         self.slot = np.array([s.placement.slot for s in segments] + [0] * padding, dtype=np.int64)
+        self.valid_from = np.array([s.valid_from for s in segments] + [0] * padding, dtype=np.int64)
         self.row_start = np.cumsum(self.length) - self.length
         self.segment = np.repeat(np.arange(len(self.length)), self.length)
         n_all = self.n_rows + padding
@@ -149,7 +159,7 @@ class _Builder:
         for i, segment in enumerate(segments):
             self.page_table[i, : len(segment.placement.pages)] = segment.placement.pages
 
-    def build(self) -> Batch:
+    def build(self, swa: str, *, compressed: bool) -> Batch:
         window = self.layout.window
         reach = np.arange(window) - (window - 1)
         wanted = self.positions[:, None] + reach
@@ -158,11 +168,11 @@ class _Builder:
             n_rows=self.n_rows,
             token_ids=self._tensor(self.token_ids),
             positions=self._tensor(self.positions),
-            window=self._ring_gather("swa", window - 1, self.segment, wanted),
-            window_mask=self._tensor(wanted >= 0),
-            swa_write=self._ring_write("swa"),
-            csa=self._compressed(CSA, "c4_kv", "c4_state_a") if "c4_kv" in names else None,
-            hca=self._compressed(HCA, "c128_kv", "c128_state") if "c128_kv" in names else None,
+            window=self._ring_gather(swa, window - 1, self.segment, wanted),
+            window_mask=self._tensor(wanted >= self.valid_from[self.segment][:, None]),
+            swa_write=self._ring_write(swa),
+            csa=self._compressed(CSA, "c4_kv", "c4_state_a") if compressed and "c4_kv" in names else None,
+            hca=self._compressed(HCA, "c128_kv", "c128_state") if compressed and "c128_kv" in names else None,
             last_rows=self._tensor((self.row_start + self.length - 1)[: self.n_real]),
         )
 
@@ -225,7 +235,9 @@ class _Builder:
         from_own = len(hist) + self.row_start[segment][:, None] + wanted - start
         from_ring = 1 + segment[:, None] * reach + wanted - start + reach
         index = np.where(wanted >= start, from_own, from_ring)
-        return RingGather(self._tensor(hist), self._tensor(np.where(wanted >= 0, index, 0)))
+        return RingGather(
+            self._tensor(hist), self._tensor(np.where(wanted >= self.valid_from[segment][:, None], index, 0))
+        )
 
     def _ring_write(self, name: str) -> RingWrite:
         ring = self.layout.component(name).rows

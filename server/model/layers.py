@@ -17,7 +17,7 @@ def matmul_rows(x: torch.Tensor, weight: torch.Tensor, row_tile: int) -> torch.T
     rows = x.shape[0]
     if not row_tile or rows == row_tile:
         return nn.functional.linear(x, weight)
-    padded = x if rows % row_tile == 0 else nn.functional.pad(x, (0, 0, 0, -rows % row_tile))
+    padded = pad_rows(x, row_tile)
     out = x.new_empty(padded.shape[0], weight.shape[0])
     transposed = weight.t()
     for start in range(0, padded.shape[0], row_tile):
@@ -32,6 +32,12 @@ def grouped_matmul_rows(x: torch.Tensor, weight: torch.Tensor, row_tile: int) ->
     tiles = [torch.bmm(x[i : i + step].transpose(0, 1), maps) for i in range(0, x.shape[0], step)]
     out = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
     return out.transpose(0, 1).flatten(1)
+
+
+def pad_rows(x: torch.Tensor, row_tile: int) -> torch.Tensor:
+    """``x`` with zero rows appended up to a whole number of tiles; unchanged without a tile."""
+    missing = -x.shape[0] % row_tile if row_tile else 0
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 
 
 class Linear(nn.Module):

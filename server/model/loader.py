@@ -11,7 +11,7 @@ import torch
 import xxhash
 from safetensors import safe_open
 
-from server.model.config import CheckpointError, ModelConfig, load_config
+from server.model.config import SLIDING, CheckpointError, ModelConfig, load_config
 from server.model.layers import ROW_TILE
 from server.model.network import DeepseekV4
 
@@ -21,20 +21,28 @@ _INDEX = "model.safetensors.index.json"
 
 
 def load_model(
-    model_dir: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", deterministic: bool = True
+    model_dir: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    deterministic: bool = True,
+    draft: bool = False,
 ) -> DeepseekV4:
     """Builds the network of ``model_dir`` and fills it, in ``dtype`` except where the model computes in fp32.
 
-    Raises :class:`CheckpointError` that names what is missing, extra, of the wrong shape or quantized. Draft tensors
-    (``mtp.*``) belong to the NextN layer and are not the backbone's business.
+    Raises :class:`CheckpointError` that names what is missing, extra, of the wrong shape or quantized. With ``draft``
+    the
+    NextN layer is loaded too, and its absence or another kind of draft is an error; without, ``mtp.*`` is left alone.
     """
     config = load_config(model_dir)
-    with torch.device("meta"):
-        model = DeepseekV4(config, dtype, ROW_TILE if deterministic else 0)
-    expected = dict(model.named_parameters())
     files = _tensor_files(model_dir)
-    found = {key: file for file in files for key in _keys(file)}
-    names = {key: _parameter_name(key) for key in found if not key.startswith("mtp.")}
+    keys = [key for file in files for key in _keys(file)]
+    if draft:
+        _check_draft(model_dir, config, keys)
+    with torch.device("meta"):
+        model = DeepseekV4(config, dtype, ROW_TILE if deterministic else 0, draft=draft)
+    expected = dict(model.named_parameters())
+    names = {key: _parameter_name(key) for key in keys if draft or not key.startswith("mtp.")}
     _check_names(model_dir, expected.keys(), names)
     state: dict[str, torch.Tensor] = {}
     for file in files:
@@ -47,6 +55,29 @@ def load_model(
                     state[names[key]] = tensors.get_tensor(key).to(device=device, dtype=target.dtype)
     model.load_state_dict(state, assign=True)
     return model.eval().requires_grad_(False)
+
+
+def has_draft(model_dir: Path) -> bool:
+    """Whether the checkpoint carries draft tensors, of whatever kind."""
+    return any(key.startswith("mtp.") for file in _tensor_files(model_dir) for key in _keys(file))
+
+
+def _check_draft(model_dir: Path, config: ModelConfig, keys: list[str]) -> None:
+    """Refuses what is no NextN layer, or one that would need more state than a sliding window."""
+    if other := sorted(key for key in keys if re.match(r"mtp\.\d+\.main_proj\.", key)):
+        raise CheckpointError(
+            f"{model_dir}: {other[0]} shows a DSpark draft, this server runs NextN drafts; go without: "
+            "--draft off on the prefill node, --spec-tokens 0 on the decode node"
+        )
+    if "mtp.0.e_proj.weight" not in keys:
+        raise CheckpointError(f"{model_dir} has no NextN draft layer (no mtp.0.e_proj.weight); use --spec-tokens 0")
+    if more := sorted(key for key in keys if key.startswith("mtp.") and not key.startswith("mtp.0.")):
+        raise CheckpointError(f"{model_dir}: {more[0]} belongs to a second draft layer; this server runs one")
+    if config.draft_ratio not in (None, SLIDING):
+        raise CheckpointError(
+            f"{model_dir}: compress_ratios gives the draft layer ratio {config.draft_ratio}, it must be {SLIDING} "
+            "(sliding window only): its compressed state could not be handed over"
+        )
 
 
 def model_fingerprint(model_dir: Path) -> str:

@@ -7,8 +7,12 @@ from server.cache.specs import ComponentSpec, Scope
 from server.model.config import CSA, HCA, ModelConfig
 
 
-def state_components(config: ModelConfig, kv_dtype: str, spec_tokens: int = 0) -> tuple[ComponentSpec, ...]:
+def state_components(
+    config: ModelConfig, kv_dtype: str, spec_tokens: int = 0, *, draft: bool = False
+) -> tuple[ComponentSpec, ...]:
     """Every component of one request's state, with rings long enough to undo ``spec_tokens`` rejected draft tokens.
+
+    With ``draft`` the NextN layer's own window is one more component, beside the target's and never part of it.
 
     Compressor states keep one fp32 row per token, ``[kv | score]`` with the position bias ``ape`` already in the
     score; CSA
@@ -31,5 +35,8 @@ def state_components(config: ModelConfig, kv_dtype: str, spec_tokens: int = 0) -
             ComponentSpec(f"c4_index_state_{half}", Scope.SLOT, 1, csa, 2 * di, "float32", 2 * CSA + spec_tokens)
         )
     slot.append(ComponentSpec("c128_state", Scope.SLOT, 1, hca, 2 * d, "float32", HCA + spec_tokens))
+    if draft:
+        ring = config.sliding_window + spec_tokens
+        slot.append(ComponentSpec("draft_swa", Scope.SLOT, 1, (config.num_hidden_layers,), d, kv_dtype, ring))
     layered = tuple(spec for spec in page + slot if spec.layer_ids)
     return (*layered, handoff_spec(config.hc_mult, config.hidden_size, kv_dtype))

@@ -1,4 +1,5 @@
-"""The prefill node: takes rooms from decode nodes, computes their prompts and pushes the state into the decode nodes' memory.
+"""The prefill node: takes rooms from decode nodes, computes their prompts, pushes the state into their memory.
 
-Imports ``server.engine``, ``server.transfer`` and ``server.cache``; ``server.prefill.node`` is the place to start reading.
+Imports ``server.engine``, ``server.transfer`` and ``server.cache``; ``server.prefill.node`` is the place to start
+reading.
 """

@@ -1,6 +1,7 @@
 """The prefill node's rooms: drives the room state machines with messages, engine events, sender results and ticks.
 
-What a room does next is decided by :mod:`server.transfer.prefill_room`; this file feeds it events and carries out its actions.
+What a room does next is decided by :mod:`server.transfer.prefill_room`; this file feeds it events and carries out its
+actions.
 """
 
 from __future__ import annotations

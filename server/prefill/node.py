@@ -1,7 +1,8 @@
-"""The prefill node: rooms come in over the bootstrap socket, prompts go through the engine, state goes out through a sender.
+"""The prefill node: rooms come in over the bootstrap socket, prompts go through the engine, state goes out.
 
-A room's way: ``Reserve`` -> queue -> slot, pages, engine -> pages pushed after each chunk -> tail pushed after the last -> ``Done``
--> ``Committed`` -> scrubbed -> released (:mod:`.desk`). This file is the process around it: start, stop, health.
+A room's way: ``Reserve`` -> queue -> slot, pages, engine -> pages pushed after each chunk -> tail pushed after the last
+-> ``Done`` -> ``Committed`` -> scrubbed -> released (:mod:`.desk`). This file is the process around it: start, stop,
+health.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ class PrefillSettings:
 class PrefillNode:
     """Lives in one event loop; only :meth:`on_engine_event` may be called from another thread.
 
-    ``submit_command`` is the engine's inbox and ``make_transport`` builds one transport endpoint (one per decode registration;
-    the node registers the arena with it). The caller starts the engine after :meth:`start` and stops it after :meth:`stop`.
+    ``submit_command`` is the engine's inbox and ``make_transport`` builds one transport endpoint (one per decode
+    registration; the node registers the arena with it). The caller starts the engine after :meth:`start` and stops it
+    after :meth:`stop`.
     """
 
     role = "prefill"

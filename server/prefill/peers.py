@@ -1,4 +1,4 @@
-"""What the prefill node holds for one decode registration: the sender thread with its own transport engine, and readiness probes."""
+"""What the prefill node holds for one decode registration: a sender with its own transport engine, and probes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class ProbeKey:
 
 
 class PeerSender:
-    """One registration of a decode process and the thread that writes into its memory. A new registration gets a new one."""
+    """One registration of a decode process and the thread that writes into its memory.
+
+    A new registration gets a new one.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class PeerSender:
 
 
 class ProbeWriter:
-    """Answers probes: writes a random block through the real sender, at most one per lane of the probe region at a time."""
+    """Answers probes: writes a random block through the real sender, one at a time per lane of the probe region."""
 
     def __init__(self, arena: Arena, deadline_s: float, answer: Callable[[DecodePeer, ProbeDone], None]) -> None:
         self._arena = arena

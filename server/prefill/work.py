@@ -1,4 +1,4 @@
-"""One room's work on the prefill node: its request, its memory, and the batches that carry its state to the decode node."""
+"""One room's work on the prefill node: its request, its memory, and the batches that carry its state away."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from server.transfer.sender import Piece, SendJob
 
 @dataclass(frozen=True)
 class Batch:
-    """A push as both halves of the node need it: ``job`` for the sender (None if nothing is to be written), ``event`` for the room."""
+    """A push: ``job`` for the sender (None if nothing is to be written) and ``event`` for the room."""
 
     job: SendJob | None
     event: Pushed
@@ -31,8 +31,8 @@ class Batch:
 class Outgoing:
     """The state of one room on its way: which pages went already, and the next batch.
 
-    ``dropped`` components are claimed but not sent (fault injection). Raises :class:`LayoutError` for a placement, here or
-    there, that cannot hold the prompt.
+    ``dropped`` components are claimed but not sent (fault injection). Raises :class:`LayoutError` for a placement, here
+    or there, that cannot hold the prompt.
     """
 
     def __init__(

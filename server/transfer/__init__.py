@@ -1,4 +1,4 @@
-"""The PD protocol: messages, manifests, the bootstrap connection, the rooms' state machines, the copy plan and the transports.
+"""The PD protocol: messages, manifests, connections, the rooms' state machines, the copy plan and the transports.
 
 Imports ``server.cache`` only. The nodes in ``server.prefill`` and ``server.decode`` put the parts together.
 """

@@ -102,7 +102,10 @@ class Bootstrap:
         self._context.term()
 
     def send(self, peer: DecodePeer, message: AnyMessage) -> None:
-        """Queues a message for ``peer``; it is lost if the peer is. Raises :class:`ProtocolError` for one over its cap."""
+        """Queues a message for ``peer``; it is lost if the peer is.
+
+        Raises :class:`ProtocolError` for one over its cap.
+        """
         if not peer.lost:
             self._send(peer.routing_id, message)
 

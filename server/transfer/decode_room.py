@@ -3,7 +3,8 @@
     RESERVE -> QUEUED -> PREFILL -> TRANSFER -> VERIFY -> COMMITTED
        \\_________\\_________\\__________\\_________\\---> ENDING -> OVER
 
-In ENDING the room's memory is quarantined: it is free again only after ``Quiesced``, or after the node has fenced the peer.
+In ENDING the room's memory is quarantined: it is free again only after ``Quiesced``, or after the node has fenced the
+peer.
 """
 
 from __future__ import annotations
@@ -115,7 +116,10 @@ DecodeAction = Send | Verify | Commit | FailClient | Free | FencePeer | Forget
 
 
 class DecodeRoom:
-    """One ``Reserve`` on the decode node, from its sending until its memory is committed or free. ``handle`` is the interface."""
+    """One ``Reserve`` on the decode node, from its sending until its memory is committed or free.
+
+    ``handle`` is the interface.
+    """
 
     def __init__(self, reserve: Reserve, deadlines: Deadlines, now: float) -> None:
         self.key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
@@ -138,7 +142,10 @@ class DecodeRoom:
         return self.phase in _REMOTE or self.phase is DecodePhase.VERIFY
 
     def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
-        """Takes one event at time ``now`` (seconds) and says what to do, in order. Events that come too late are ignored."""
+        """Takes one event at time ``now`` (seconds) and says what to do, in order.
+
+        Events that come too late are ignored.
+        """
         match event:
             case Opened():
                 return [Send(self._reserve)]

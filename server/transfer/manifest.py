@@ -1,4 +1,4 @@
-"""What a process says about itself before anything is transferred, and the comparison that refuses a peer by field name."""
+"""What a process says of itself before anything is transferred, and the comparison that refuses a peer by field."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def new_incarnation() -> str:
 
 
 class ComponentEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One component's place in its owner's arena: row ``r`` of item ``i`` is at ``offset + i * item_stride + r * row_nbytes``.
+    """One component's place in its owner's arena.
 
-    ``rows`` (the ring of a slot component) and ``items`` may differ between peers; what a row holds may not.
+    Row ``r`` of item ``i`` is at ``offset + i * item_stride + r * row_nbytes``. ``rows`` (the ring of a slot component)
+    and ``items`` may differ between peers; what a row holds may not.
     """
 
     name: Name
@@ -55,8 +56,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     - ``protocol_version``: :data:`PROTOCOL_VERSION` of the sender.
     - ``role``: ``prefill`` (offers state) or ``decode`` (reads state).
     - ``incarnation``: random 128 bit, new at every process start.
-    - ``transport_kind``, ``transport_version``, ``transport``: the engine (``mooncake``), its version, and the wire it uses (``tcp``).
-    - ``session``: where a decode node's transport session for this peer listens; empty from a prefill node, which nobody writes to.
+    - ``transport_kind``, ``transport_version``, ``transport``: the engine (``mooncake``), its version, and the wire it
+      uses (``tcp``).
+    - ``session``: where a decode node's transport session for this peer listens; empty from a prefill node, which
+      nobody writes to.
     - ``model``, ``tokenizer``: fingerprints of config and weights, and of the tokenizer files.
     - ``dtype``: element type of the model's activations.
     - ``page_size``, ``window``: tokens. ``spec_tokens``: draft tokens per step that the rings can undo.
@@ -143,7 +146,10 @@ def build_manifest(
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first difference that forbids a pairing. ``field`` is a manifest field, or ``components.<name>[.<field>]``."""
+    """The first difference that forbids a pairing.
+
+    ``field`` is a manifest field, or ``components.<name>[.<field>]``.
+    """
 
     field: str
     ours: str
@@ -169,9 +175,10 @@ _ROLES = {"prefill": "decode", "decode": "prefill"}
 def compare(ours: Manifest, theirs: Manifest) -> Mismatch | None:
     """Whether the two can work together: None, or the first field that differs.
 
-    Rings (``rows`` of a slot component), item counts, offsets and ``spec_tokens`` may differ: rows are paired by logical
-    position. ``transport_version`` may differ too: the engines settle that between themselves. Every component that the decode side reads must be offered by the prefill side; the prefill side may offer
-    more. A manifest whose components leave its own arena is refused too.
+    Rings (``rows`` of a slot component), item counts, offsets and ``spec_tokens`` may differ: rows are paired by
+    logical position. ``transport_version`` may differ too: the engines settle that between themselves. Every component
+    that the decode side reads must be offered by the prefill side; the prefill side may offer more. A manifest whose
+    components leave its own arena is refused too.
     """
     if ours.protocol_version != theirs.protocol_version:
         return Mismatch("protocol_version", str(ours.protocol_version), str(theirs.protocol_version))

@@ -13,7 +13,7 @@ _PHASE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 10
 
 
 class NodeMetrics:
-    """Every metric has the same meaning on both nodes; a decode node counts what it committed, a prefill node what it sent."""
+    """One set of names for both nodes: a decode node counts what it committed, a prefill node what it sent."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry

@@ -66,7 +66,8 @@ class PeerHost(Protocol):
 class PeerLink:
     """One prefill node at ``address`` (``host:bootstrap_port``).
 
-    Registers, pings every second and, when the peer is lost, lets the host fence its session and starts again, for ever.
+    Registers, pings every second and, when the peer is lost, lets the host fence its session and starts again, for
+    ever.
     """
 
     def __init__(self, address: str, host: PeerHost, deadlines: Deadlines, metrics: NodeMetrics) -> None:
@@ -87,7 +88,7 @@ class PeerLink:
 
     @property
     def registered(self) -> bool:
-        return self.state is PeerState.REGISTERED
+        return self.state is PeerState.REGISTERED and self._lost is None
 
     def start(self) -> None:
         self._tasks.append(asyncio.create_task(self._run(), name=f"peer {self.address}"))
@@ -106,7 +107,7 @@ class PeerLink:
 
     def lose(self, failure: Failure) -> None:
         """Ends this registration: the rooms fail, the session is fenced, and a new registration begins."""
-        if self.registered and self._lost is None:
+        if self.registered:
             self._lost = failure
             self._changed.set()
 
@@ -134,7 +135,7 @@ class PeerLink:
             log.exception("losing prefill %s could not be handled", self.address)
 
     async def _register(self, ours: Manifest) -> None:
-        """Connects and repeats ``Register`` until it is accepted; a refusal is asked again too, for the peer may be restarted."""
+        """Connects and repeats ``Register`` until it is accepted, also after a refusal: the peer may be restarted."""
         self._lost = None
         self._connect()
         resend = Resend(_REGISTER_FIRST_S, _REGISTER_CAP_S, time.monotonic())
@@ -248,7 +249,6 @@ class PeerLink:
     def _on_peer_message(self, message: PeerMessage) -> None:
         is_current = (
             self.registered
-            and self._lost is None
             and self.theirs is not None
             and self.ours is not None
             and (message.prefill, message.decode) == (self.theirs.incarnation, self.ours.incarnation)

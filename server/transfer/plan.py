@@ -1,7 +1,8 @@
 """The copy plan: which bytes of the prefill node's arena go where in the decode node's, paired by logical position.
 
-Each side has its own rings, pages and slots; only logical rows (compressed entries, token positions) are shared. Pieces that are
-neighbours on both sides are merged, so a full page is one piece, and so is a run of pages that are adjacent on both sides.
+Each side has its own rings, pages and slots; only logical rows (compressed entries, token positions) are shared. Pieces
+that are neighbours on both sides are merged, so a full page is one piece, and so is a run of pages that are adjacent on
+both sides.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from server.transfer.protocol import Sent
 
 @dataclass(frozen=True)
 class Copy:
-    """``nbytes`` from byte ``src`` of the source arena to byte ``dst`` of the target arena. ``component`` names it in errors."""
+    """``nbytes`` from byte ``src`` of the source arena to byte ``dst`` of the target arena.
+
+    ``component`` names it in errors.
+    """
 
     component: str
     src: int
@@ -76,7 +80,7 @@ class CopyPlan:
         return self._push(by_page, spans)
 
     def tail(self, pages_sent: int) -> Push:
-        """Everything after the first ``pages_sent`` pages: remaining pages, the part-filled one, rings and the hand-off row."""
+        """Everything after the first ``pages_sent`` pages: other pages, the part-filled one, rings, hand-off row."""
         page_names = self._page_names()
         spans = {
             name: self._entries_of_pages(name, pages_sent, len(self._source.placement.pages))
@@ -124,7 +128,7 @@ class CopyPlan:
 
 
 def check_holds(side: Side, n: int, components: Sequence[str]) -> None:
-    """That a request of ``n`` tokens fits where ``side`` says it lies: ids inside the arena, rings long enough, enough pages.
+    """That a request of ``n`` tokens fits where ``side`` says it lies: ids inside the arena, long rings, enough pages.
 
     Raises :class:`LayoutError` that names the component.
     """
@@ -164,7 +168,7 @@ class CoverageError:
 def check_coverage(
     sent: Sequence[Sent], layout: ArenaLayout, n: int, components: Sequence[str]
 ) -> CoverageError | None:
-    """Whether a ``Done`` covers every live row of every component in ``components`` exactly once, with the right byte count.
+    """Whether a ``Done`` covers every live row of all ``components`` exactly once, with the right byte count.
 
     The receiver's own ``layout`` and live ranges decide, never the sender's numbers.
     """

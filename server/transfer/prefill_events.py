@@ -1,4 +1,4 @@
-"""What a room on the prefill node is told, and what it asks its node to do: small frozen records around the state machine."""
+"""What a room on the prefill node is told, and what it asks of its node: records around the state machine."""
 
 from __future__ import annotations
 

@@ -110,7 +110,10 @@ class PrefillRoom:
         self._peer_gone = False
 
     def handle(self, event: PrefillEvent, now: float) -> list[PrefillAction]:
-        """Takes one event at time ``now`` (seconds) and says what to do, in order. Events that come too late are ignored."""
+        """Takes one event at time ``now`` (seconds) and says what to do, in order.
+
+        Events that come too late are ignored.
+        """
         match event:
             case Reserve():
                 return [self._send_state()]
@@ -269,7 +272,7 @@ class PrefillRoom:
         return []
 
     def _end(self, failure: Failure, now: float, *, tell: bool = True) -> list[PrefillAction]:
-        """Gives the room up: tells the peer at once, stops the engine and the sender, and settles when both are idle."""
+        """Gives the room up: tells the peer at once, stops engine and sender, settles when both are idle."""
         self.failure = failure
         self._enter(PrefillPhase.ENDING, now)
         self._resend = Resend(self._deadlines.resend_s, self._deadlines.resend_cap_s, now)

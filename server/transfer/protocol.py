@@ -1,7 +1,7 @@
 """The PD control protocol: one struct per message, msgpack on the wire, and the only encoder and decoder.
 
-A frame is ``b"PD" + version byte + msgpack map``; the map's ``type`` names the message. Unknown types and fields, wrong types
-and values out of range are refused, as are frames over the size caps. Nothing is ever unpickled.
+A frame is ``b"PD" + version byte + msgpack map``; the map's ``type`` names the message. Unknown types and fields, wrong
+types and values out of range are refused, as are frames over the size caps. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -71,13 +71,16 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class Register(Message, frozen=True, tag="Register"):
-    """D -> P, first message of a connection and again after every reconnect: ``manifest`` describes D and its session for this P."""
+    """D -> P, first on a connection and after a reconnect: ``manifest`` describes D and its session for this P."""
 
     manifest: Manifest
 
 
 class Registered(Message, frozen=True, tag="Registered"):
-    """P -> D: accepted. ``manifest`` describes P; ``resumed`` says that this registration existed already and its rooms go on."""
+    """P -> D: accepted.
+
+    ``manifest`` describes P; ``resumed`` says that this registration existed already and its rooms go on.
+    """
 
     manifest: Manifest
     resumed: bool
@@ -106,21 +109,24 @@ class Pong(Message, frozen=True, tag="Pong"):
 
 
 class PeerMessage(Message, frozen=True):
-    """Base of what is said inside a registration: ``prefill`` and ``decode`` are the two incarnations it is meant for."""
+    """Base of what is said inside a registration: ``prefill`` and ``decode`` are the two incarnations meant."""
 
     prefill: Incarnation
     decode: Incarnation
 
 
 class Probe(PeerMessage, frozen=True, tag="Probe"):
-    """D -> P: write :data:`PROBE_BLOCK_NBYTES` random bytes at ``offset`` of D's probe region and answer with the same ``nonce``."""
+    """D -> P: write :data:`PROBE_BLOCK_NBYTES` random bytes at ``offset`` of D's probe region; ``nonce`` comes back."""
 
     nonce: Count
     offset: Annotated[int, Meta(ge=0, le=4096 - PROBE_BLOCK_NBYTES)]
 
 
 class ProbeDone(PeerMessage, frozen=True, tag="ProbeDone"):
-    """P -> D: the probe write ended. ``reason`` is empty if it was applied; ``digest`` is xxh3_64 of the bytes written."""
+    """P -> D: the probe write ended.
+
+    ``reason`` is empty if it was applied; ``digest`` is xxh3_64 of the bytes written.
+    """
 
     nonce: Count
     digest: int
@@ -149,7 +155,7 @@ def ids_of(message: RoomMessage) -> RoomIds:
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All sampling parameters of a request, field for field those of ``SamplingParams``: P chooses the first token with them."""
+    """All sampling parameters, field for field those of ``SamplingParams``: P chooses the first token with them."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -174,8 +180,8 @@ class RoomRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Reserve(RoomMessage, frozen=True, tag="Reserve"):
     """D -> P: compute this prompt and write its state here.
 
-    ``slot`` and ``pages`` are D's memory, page ``j`` for positions ``j * page_size ..``, just enough for the prompt. ``components``
-    are the names D wants. ``silence_s``: D gives the room up after this long without a sign of life.
+    ``slot`` and ``pages`` are D's memory, page ``j`` for positions ``j * page_size ..``, just enough for the prompt.
+    ``components`` are the names D wants. ``silence_s``: D gives the room up after this long without a sign of life.
     """
 
     slot: Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -197,9 +203,9 @@ class Progress(RoomMessage, frozen=True, tag="Progress"):
 
 
 class Sent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was written of one component: logical rows ``start .. stop - 1`` (entries or positions), ``nbytes``, xxh3_64 ``digest``.
+    """What was written of one component: logical rows ``start .. stop - 1`` (entries or positions), ``nbytes``.
 
-    ``start == stop`` declares a component empty. The digest is over the live rows in P's memory, ascending.
+    ``start == stop`` declares a component empty. ``digest`` is xxh3_64 of the live rows in P's memory, ascending.
     """
 
     component: Name
@@ -219,7 +225,10 @@ class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Done(RoomMessage, frozen=True, tag="Done"):
-    """P -> D, only after every piece ended applied, and again until answered. ``n`` prompt tokens, ``sent`` one entry per component."""
+    """P -> D, only after every piece ended applied, and again until answered.
+
+    ``n`` prompt tokens, ``sent`` one entry per component.
+    """
 
     n: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     sent: Annotated[tuple[Sent, ...], Meta(min_length=1, max_length=64)]
@@ -252,7 +261,10 @@ class Failed(RoomMessage, frozen=True, tag="Failed"):
 
 
 class Abort(RoomMessage, frozen=True, tag="Abort"):
-    """D -> P, again until answered: the room is over. Answered by ``Quiesced``, or by ``Failed`` with writes ``unknown``."""
+    """D -> P, again until answered: the room is over.
+
+    Answered by ``Quiesced``, or by ``Failed`` with writes ``unknown``.
+    """
 
     reason: Reason
 
@@ -279,7 +291,10 @@ def encode(message: AnyMessage) -> bytes:
 
 
 def decode(frame: bytes) -> AnyMessage:
-    """One frame as a message. Raises :class:`ProtocolError`: kinds ``oversize``, ``garbage``, ``version``, ``malformed``."""
+    """One frame as a message.
+
+    Raises :class:`ProtocolError`: kinds ``oversize``, ``garbage``, ``version``, ``malformed``.
+    """
     if len(frame) > MAX_FRAME_NBYTES:
         raise ProtocolError("oversize", f"a frame of {len(frame)} bytes is over the cap of {MAX_FRAME_NBYTES}")
     if len(frame) <= _HEADER_NBYTES or frame[:2] != _MAGIC:

@@ -30,7 +30,8 @@ class Deadlines:
 
     - ``peer_s``: no frame from a peer -> it is lost (pings every ``ping_s``).
     - ``admission_s``: D's own queue does not move. ``reserve_s``: P does not answer a ``Reserve``.
-    - ``queued_s``, ``prefill_s``, ``transfer_s``: D hears nothing of the room, or P's queue, engine or sender does not move.
+    - ``queued_s``, ``prefill_s``, ``transfer_s``: D hears nothing of the room, or P's queue, engine or sender does not
+      move.
     - ``commit_s``: P's ``Done`` is not answered, or D's digests do not end.
     - ``quiesce_s``: an ``Abort`` is not answered -> fence; or a ``Failed`` is not acknowledged -> P forgets the room.
     - ``probe_s``: a readiness probe. ``resend_s``, ``resend_cap_s``: first and longest interval between two sendings.
@@ -52,7 +53,7 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a room ends without a commit: stable ``code``, one sentence, HTTP ``status``, the ``component`` at fault or empty."""
+    """Why a room ends without a commit: stable ``code``, one sentence, HTTP ``status``, ``component`` or empty."""
 
     code: str
     reason: str
@@ -77,7 +78,10 @@ class Resend:
 
 
 class Heartbeat:
-    """Whether the other side is silent for too long. A late tick (this process was stopped) extends the patience by its lateness."""
+    """Whether the other side is silent for too long.
+
+    A late tick (this process was stopped) extends the patience by its lateness.
+    """
 
     def __init__(self, silence_s: float, now: float) -> None:
         self._silence_s = silence_s
@@ -100,7 +104,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Tombstone:
-    """What is remembered of a room that ended: its last epoch, why, and whether all of its writes are known to have ended."""
+    """What is remembered of a room that is over: its last epoch, why, and whether its writes are known to have ended."""
 
     epoch: int
     failure: Failure | None
@@ -108,7 +112,10 @@ class Tombstone:
 
 
 class Tombstones:
-    """The last rooms that ended, by decode process and room. Bounded; tombstones that are not clean are never evicted."""
+    """The last rooms that ended, by decode process and room.
+
+    Bounded; tombstones that are not clean are never evicted.
+    """
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity

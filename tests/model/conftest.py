@@ -21,7 +21,7 @@ from tests.support.checkpoints import BUNDLED, write_checkpoint
 
 def make_runner(model: DeepseekV4, *, spec_tokens: int = 0, poison: bool = True, pages: int = 16) -> ModelRunner:
     config = model.config
-    components = state_components(config, "float32", spec_tokens)
+    components = state_components(config, "float32", spec_tokens, draft=model.nextn is not None)
     geometry = CacheGeometry(256, pages, 20, config.sliding_window, spec_tokens, components)
     return ModelRunner(model, Arena(ArenaLayout.from_geometry(geometry), poison=poison))
 

@@ -1,6 +1,7 @@
 """A prefill node with the fake engine and real Mooncake in a process of its own, to be killed and frozen.
 
-``python -m tests.nodes.prefill_process PORT CHUNK_DELAY_S`` prints its bootstrap port and serves until standard input ends.
+``python -m tests.nodes.prefill_process PORT CHUNK_DELAY_S`` prints its bootstrap port and serves until standard input
+ends.
 """
 
 from __future__ import annotations

@@ -160,17 +160,26 @@ class FakeEngine(threading.Thread):
         first = TokenLogprob(first_token_of(prompt), -0.5, ((7, -0.5), (9, -1.5)))
         if isinstance(command, Prefill):
             handoff = Handoff(
-                command.room, command.epoch, n, prompt_hash(prompt), first.token_id, first.logprob, first.top, torch.zeros(2, 8)
+                command.room,
+                command.epoch,
+                n,
+                prompt_hash(prompt),
+                first.token_id,
+                first.logprob,
+                first.top,
+                torch.zeros(2, 8),
             )
             write_handoff(self.arena, command.placement, handoff)
             self.prefilled.append(command.key)
-            self.on_event(PrefillFinished(command.key, first, live_digests(self.arena, n, command.placement), 0.01, 0.001))
+            self.on_event(
+                PrefillFinished(command.key, first, live_digests(self.arena, n, command.placement), 0.01, 0.001)
+            )
         else:
             self._answers[command.key] = (command.request, 0)
             self._emit(command.key)
 
     def _write(self, prompt: tuple[int, ...], start: int, stop: int, placement: Placement) -> None:
-        """Rows of positions ``start .. stop - 1``: compressed entries that close in them, and the tails of the rings."""
+        """Rows of positions ``start .. stop - 1``: compressed entries that close in them, and the ring rows."""
         layout = self.arena.layout
         for c in layout.components:
             if c.name == HANDOFF:
@@ -180,7 +189,8 @@ class FakeEngine(threading.Thread):
                 rows = range(max(start, stop - c.rows), stop)
             for row in rows:
                 self.arena.write(
-                    Run(layout.row_offset(c.name, placement, row), c.row_nbytes), row_bytes(prompt, c.name, row, c.row_nbytes)
+                    Run(layout.row_offset(c.name, placement, row), c.row_nbytes),
+                    row_bytes(prompt, c.name, row, c.row_nbytes),
                 )
 
     def _check(self, command: Resume) -> None:

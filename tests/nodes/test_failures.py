@@ -144,7 +144,9 @@ async def test_aborting_a_hundred_rooms_leaks_nothing(pair: Pair) -> None:
         (Fault.CORRUPT, "component_mismatch", 0),
     ],
 )
-async def test_a_bad_write_fails_the_room_and_its_memory_is_safe(pair: Pair, fault: Fault, code: str, fences: int) -> None:
+async def test_a_bad_write_fails_the_room_and_its_memory_is_safe(
+    pair: Pair, fault: Fault, code: str, fences: int
+) -> None:
     engines: list[LoopbackEngine] = []
     struck = []
 

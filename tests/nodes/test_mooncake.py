@@ -1,4 +1,4 @@
-"""The same nodes over the real Mooncake Transfer Engine, in one process and with a prefill node that is killed or frozen."""
+"""The same nodes over real Mooncake, in one process and with a prefill node that is killed or frozen."""
 
 from __future__ import annotations
 

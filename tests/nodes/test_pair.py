@@ -1,4 +1,4 @@
-"""A prefill and a decode node in one process, real ZMQ between them, the loopback transport: the good ways and the refusals."""
+"""Both nodes in one process, real ZMQ between them, the loopback transport: the good ways and the refusals."""
 
 from __future__ import annotations
 
@@ -119,6 +119,17 @@ async def test_a_token_outside_the_vocabulary_is_400(pair: Pair) -> None:
     assert caught.value.status == 400
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", float("nan")), ("top_p", 2.0), ("seed", 2**64), ("stop", ("x",) * 100), ("logprobs", 21)],
+)
+async def test_a_sampling_parameter_that_the_wire_refuses_is_400(pair: Pair, name: str, value: object) -> None:
+    d = await pair.decode(await pair.prefill())
+    with pytest.raises(RequestFailed, match="out of range") as caught:
+        d.node.submit(request(3, **{name: value}))
+    assert caught.value.status == 400
+
+
 async def test_a_prompt_that_only_the_prefill_node_cannot_hold_fails_with_its_reason(pair: Pair) -> None:
     p = await pair.prefill(geometry=make_geometry(pages=3))
     d = await pair.decode(p)
@@ -149,7 +160,7 @@ async def test_a_room_in_use_is_409_and_room_ids_have_63_bits(pair: Pair) -> Non
 
 async def test_without_a_peer_the_answer_is_503_with_the_reason(pair: Pair) -> None:
     d = await pair.decode("127.0.0.1:1", wait=False)
-    with pytest.raises(RequestFailed, match="127.0.0.1:1 has not answered yet") as caught:
+    with pytest.raises(RequestFailed, match=r"127\.0\.0\.1:1 has not answered yet") as caught:
         d.node.submit(request(5))
     assert (caught.value.status, caught.value.code) == (503, "no_prefill")
     ready, reason = await d.node.ready()

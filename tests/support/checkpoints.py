@@ -66,7 +66,9 @@ SMALL: dict[str, Any] = {
 }
 
 
-def write_checkpoint(path: Path, *, seed: int = 0, shards: int = 1, **changes: Any) -> DeepseekV4ForCausalLM:
+def write_checkpoint(
+    path: Path, *, seed: int = 0, shards: int = 1, draft: bool = False, **changes: Any
+) -> DeepseekV4ForCausalLM:
     """Writes a random checkpoint with official keys and returns the transformers model with the same weights.
 
     Every tensor is random, also those that usually start at zero or one (biases, norms, sinks, ``ape``), so that
@@ -85,7 +87,11 @@ def write_checkpoint(path: Path, *, seed: int = 0, shards: int = 1, **changes: A
             tensor.copy_(0.5 * torch.randn_like(tensor))
         else:
             tensor.copy_(torch.randn_like(tensor) * 1.5 / tensor.shape[-1] ** 0.5)
-    save_official(path, official_tensors(model), shards)
+    tensors = official_tensors(model)
+    if draft:
+        raw["num_nextn_predict_layers"] = 1
+        tensors |= draft_tensors(tensors, raw)
+    save_official(path, tensors, shards)
     (path / "config.json").write_text(json.dumps(raw))
     return model
 
@@ -137,6 +143,33 @@ def official_tensors(model: DeepseekV4ForCausalLM) -> dict[str, torch.Tensor]:
         else:
             tensors[name] = tensor.contiguous()
     return tensors
+
+
+def draft_tensors(backbone: dict[str, torch.Tensor], raw: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A random NextN layer under ``mtp.0.*``: the shapes of a window-only layer with top-k experts, and its own
+    parts.
+    """
+    d, n = raw["hidden_size"], raw["hc_mult"]
+    sliding = f"layers.{raw['compress_ratios'].index(0)}."
+    tensors = {}
+    for name, tensor in backbone.items():
+        if name.startswith(sliding) and not name.endswith("tid2eid"):
+            shape = tensor.shape
+            scale = 1.5 / shape[-1] ** 0.5 if len(shape) > 1 else 0.5
+            offset = 1.0 if "norm" in name else 0.0
+            tensors["mtp.0." + name.removeprefix(sliding)] = offset + scale * torch.randn(shape)
+    own = {
+        "ffn.gate.bias": torch.randn(raw["n_routed_experts"]),
+        "enorm.weight": 1 + 0.2 * torch.randn(d),
+        "hnorm.weight": 1 + 0.2 * torch.randn(d),
+        "norm.weight": 1 + 0.2 * torch.randn(d),
+        "e_proj.weight": torch.randn(d, d) / d**0.5,
+        "h_proj.weight": torch.randn(d, d) / d**0.5,
+        "hc_head_fn": torch.randn(n, n * d) / (n * d) ** 0.5,
+        "hc_head_base": 0.5 * torch.randn(n),
+        "hc_head_scale": 0.5 * torch.randn(1),
+    }
+    return tensors | {f"mtp.0.{name}": tensor for name, tensor in own.items()}
 
 
 def save_official(path: Path, tensors: dict[str, torch.Tensor], shards: int = 1) -> None:

@@ -187,7 +187,11 @@ class Simulation:
             case Send():
                 self.post(self.deliver_to_p, action.message)
             case Verify():
-                bad = Failure("component_mismatch", "simulated", 502, "swa") if self.hits(self.weather.bad_digest) else None
+                bad = (
+                    Failure("component_mismatch", "simulated", 502, "swa")
+                    if self.hits(self.weather.bad_digest)
+                    else None
+                )
                 self.at(self.rng.uniform(0, 3.0), lambda: self.feed_d(key, Verified(bad)))
             case Commit():
                 side.told += 1
@@ -311,7 +315,13 @@ class Simulation:
         batch_id = len(side.batches) + 1
         side.batches[batch_id] = "flying"
         self.feed_p(key, Pushed(batch_id, (Rows("swa", batch_id - 1, batch_id, 4),), 1, last))
-        fate = "refused" if self.hits(self.weather.refused) else "unknown" if self.hits(self.weather.unknown) else "applied"
+        fate = (
+            "refused"
+            if self.hits(self.weather.refused)
+            else "unknown"
+            if self.hits(self.weather.unknown)
+            else "applied"
+        )
         self.at(self.rng.uniform(0, 4.0), lambda: self.end_batch(key, side, batch_id, fate))
 
     def end_batch(self, key: RoomKey, side: PrefillSide, batch_id: int, fate: str) -> None:
@@ -336,4 +346,3 @@ class Simulation:
         self.old_fates.clear()
         for key in list(self.d):
             self.feed_d(key, Fenced())
-

@@ -63,7 +63,14 @@ def test_two_prefill_nodes_do_not_pair() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("positions", 2), ("layer_ids", (0, 1, 2)), ("width", 9), ("dtype", "bfloat16"), ("row_nbytes", 64), ("scope", "page")],
+    [
+        ("positions", 2),
+        ("layer_ids", (0, 1, 2)),
+        ("width", 9),
+        ("dtype", "bfloat16"),
+        ("row_nbytes", 64),
+        ("scope", "page"),
+    ],
 )
 def test_a_component_that_differs_is_named(field: str, value: object) -> None:
     mismatch = compare(PREFILL, change_component(make_manifest("decode"), "swa", **{field: value}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,13 +38,23 @@ def sent_of(pushes: list[Push]) -> tuple[Sent, ...]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[int, int, Placement, Placement, list[int]]:
-    n = draw(st.one_of(st.sampled_from([1, 3, 4, 5, 15, 16, 17, 127, 128, 129, 255, 256, 257, 512, 1025]), st.integers(1, 2048)))
+    n = draw(
+        st.one_of(
+            st.sampled_from([1, 3, 4, 5, 15, 16, 17, 127, 128, 129, 255, 256, 257, 512, 1025]), st.integers(1, 2048)
+        )
+    )
     n_pages = -(-n // PAGE_SIZE)
     extra_rows = draw(st.integers(0, 6))
     pages_here = tuple(draw(st.permutations(range(1, 9)))[:n_pages])
     pages_there = tuple(draw(st.permutations(range(1, 12)))[: n_pages + draw(st.integers(0, 2))])
     chunks = sorted(draw(st.lists(st.integers(0, n), max_size=4)))
-    return n, extra_rows, Placement(draw(st.integers(1, 3)), pages_here), Placement(draw(st.integers(1, 6)), pages_there), chunks
+    return (
+        n,
+        extra_rows,
+        Placement(draw(st.integers(1, 3)), pages_here),
+        Placement(draw(st.integers(1, 6)), pages_there),
+        chunks,
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -72,7 +84,7 @@ def test_moves_every_live_byte_once_and_no_other(case: tuple[int, int, Placement
     written = [(c.dst, c.dst + c.nbytes) for push in pushes for c in push.copies]
     assert sum(stop - start for start, stop in written) == sum(target.live_nbytes(n).values())
     ordered = sorted(written)
-    assert all(a[1] <= b[0] for a, b in zip(ordered, ordered[1:], strict=False)), "a byte is written twice"
+    assert all(a[1] <= b[0] for a, b in pairwise(ordered)), "a byte is written twice"
     assert check_coverage(sent_of(pushes), target, n, names) is None
 
 

@@ -128,7 +128,9 @@ def test_another_version_is_told_apart_from_garbage() -> None:
 
 
 def test_frames_over_their_cap_are_refused_on_both_sides() -> None:
-    big = Failed(**IDS, code="x", reason="y" * (MAX_SMALL_FRAME_NBYTES + 1), status=500, component="", writes=Writes.SETTLING)
+    big = Failed(
+        **IDS, code="x", reason="y" * (MAX_SMALL_FRAME_NBYTES + 1), status=500, component="", writes=Writes.SETTLING
+    )
     with pytest.raises(ProtocolError, match="over the cap") as caught:
         encode(big)
     assert caught.value.kind == "oversize"

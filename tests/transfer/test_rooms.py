@@ -1,4 +1,4 @@
-"""The two state machines, alone and against each other: every room ends, and memory is free only when nothing can land in it."""
+"""The two state machines, alone and against each other: rooms end, and no write can land in free memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ from server.transfer.protocol import (
     Quiesced,
     Rejected,
     RemotePhase,
-    Reserve,
     Reserved,
     Writes,
     ids_of,
@@ -160,7 +159,9 @@ class TestDecodeRoom:
 
     def test_unknown_writes_ask_for_a_fence_at_once(self) -> None:
         room = decode_room()
-        failed = Failed(**IDS, code="transfer_failed", reason="lost", status=502, component="swa", writes=Writes.UNKNOWN)
+        failed = Failed(
+            **IDS, code="transfer_failed", reason="lost", status=502, component="swa", writes=Writes.UNKNOWN
+        )
         assert kinds(room.handle(failed, 1.0)) == [FailClient, Abort, FencePeer]
         assert room.failure == Failure("transfer_failed", "lost", 502, "swa")
 

@@ -1,0 +1,83 @@
+"""Speculative decoding: what a request remembers between steps, the draft chain, and which drafted tokens stand.
+
+A drafted token stands exactly if the target, choosing at that position with that position's own random number, chooses
+the same token. So the output is that of plain decoding token for token, greedy or sampled, and its distribution is the
+target's: this is rejection sampling against a draft that proposes one token with certainty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from server.cache.layout import Placement
+from server.engine.request import TokenLogprob
+from server.engine.runner import ModelRunner
+from server.engine.sampler import NonFiniteLogits
+from server.model.batch import Segment
+
+
+@dataclass
+class DraftState:
+    """What the next draft chain starts from: the target's ``streams`` ``[m, N, D]`` of the last m computed positions.
+
+    The draft's own rows of those positions are not written yet, or only from the draft's own streams. Rows before
+    position ``valid_from`` were never computed: a cold start.
+    """
+
+    streams: torch.Tensor
+    valid_from: int = 0
+
+
+@dataclass(frozen=True)
+class ChainStart:
+    """One request of a chain: its draft state, the first of its positions, the tokens after each, and its placement."""
+
+    state: DraftState
+    start: int
+    next_ids: Sequence[int]
+    placement: Placement
+    n_draft: int
+
+
+def propose(runner: ModelRunner, starts: Sequence[ChainStart]) -> list[list[int]]:
+    """Up to ``n_draft`` greedy draft tokens for each request, batched step by step.
+
+    The first step recomputes the rows of accepted positions from the target's streams; later steps feed the draft's
+    own.
+
+    :raises NonFiniteLogits: rows are indices into ``starts`` whose draft state cannot be computed on.
+    """
+    drafts: list[list[int]] = [[] for _ in starts]
+    segments = [Segment(s.next_ids, s.start, s.placement, s.state.valid_from) for s in starts]
+    streams = torch.cat([s.state.streams for s in starts])
+    active = list(range(len(starts)))
+    while active:
+        output = runner.draft(segments, streams)
+        best, ids = output.logits.max(dim=-1)
+        if bad := (~torch.isfinite(best)).nonzero().flatten().tolist():
+            raise NonFiniteLogits(tuple(active[i] for i in bad))
+        for i, token in zip(active, ids.tolist(), strict=True):
+            drafts[i].append(token)
+        last = torch.tensor([len(s.token_ids) for s in segments]).cumsum(0) - 1
+        going = [j for j, i in enumerate(active) if len(drafts[i]) < starts[i].n_draft]
+        streams = output.streams[last[going].to(output.streams.device)]
+        segments = [
+            Segment([drafts[active[j]][-1]], segments[j].start + len(segments[j].token_ids), segments[j].placement,
+                    segments[j].valid_from)
+            for j in going
+        ]  # fmt: skip
+        active = [active[j] for j in going]
+    return drafts
+
+
+def accepted(choices: Sequence[TokenLogprob], draft: Sequence[int]) -> int:
+    """How many drafted tokens stand. ``choices[i]`` is what the target chose after the first i of them (one more than
+    ``draft``).
+    """
+    n = 0
+    while n < len(draft) and choices[n].token_id == draft[n]:
+        n += 1
+    return n
