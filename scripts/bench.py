@@ -156,7 +156,7 @@ def _prefill(m: Measurement, parts: Parts, prompt: Prompt) -> None:
 
 
 def _hand_off(m: Measurement, parts: Parts, prompt: Prompt) -> None:
-    """``hand-off`` is from the end of the prompt's last forward to the commit: digests on P, writes of the tail, check on D.
+    """``hand-off``: from the end of the prompt's last forward to the commit (digests on P, tail writes, check on D).
 
     Writes, and check with commit, are as the prefill node measures them; its digest pass, which no node reports, is the
     same code over as many bytes of the same layout here.

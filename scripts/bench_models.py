@@ -87,7 +87,7 @@ class LocalEngine:
     """This project's engine thread in this process, as a decode node with ``--local-prefill`` runs it."""
 
     def __init__(self, options: NodeOptions) -> None:
-        parts = build_parts(options)
+        parts = build_parts(options, draft=False)
         self.arena, self.tokenizer = parts.arena, parts.tokenizer
         self.max_context = parts.max_context
         self._allocator = parts.allocator

@@ -36,7 +36,7 @@ class Handoff:
 
 
 class Servers:
-    """URLs of three running nodes: the pair ``prefill`` and ``decode``, and ``local``, which runs ``--local-prefill``."""
+    """URLs of three running nodes: the pair ``prefill`` and ``decode``, and ``local``, with ``--local-prefill``."""
 
     def __init__(self, client: httpx.Client, prefill: str, decode: str, local: str) -> None:
         self._client, self._prefill, self._decode, self._local = client, prefill, decode, local

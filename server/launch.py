@@ -67,19 +67,25 @@ class Parts:
         return self.runner.arena
 
 
-def build_parts(options: NodeOptions, *, spec_tokens: int = 0) -> Parts:
-    """Loads the checkpoint and lays out the pools. Raises one of :data:`STARTUP_ERRORS`."""
+def build_parts(options: NodeOptions, *, draft: bool = False, spec_tokens: int = 0) -> Parts:
+    """Loads the checkpoint, with its draft layer if ``draft``, and lays out the pools for ``spec_tokens`` draft tokens
+    a step.
+
+    Raises one of :data:`STARTUP_ERRORS`.
+    """
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CheckpointError("--device cuda: torch sees no CUDA device")
     dtype = TORCH_DTYPES[options.dtype]
-    model = load_model(options.model, dtype=dtype, device=options.device, deterministic=options.deterministic)
+    model = load_model(
+        options.model, dtype=dtype, device=options.device, deterministic=options.deterministic, draft=draft
+    )
     geometry = CacheGeometry(
         page_size=options.page_size,
         pages=options.pages + 1,  # item 0 is never handed out
         slots=options.slots + 1,
         window=model.config.sliding_window,
         spec_tokens=spec_tokens,
-        components=state_components(model.config, options.dtype, spec_tokens),
+        components=state_components(model.config, options.dtype, spec_tokens, draft=draft),
     )
     arena = Arena(ArenaLayout.from_geometry(geometry), options.device, poison=options.poison)
     allocator = Allocator(geometry, permute_seed=options.permute_ids)
@@ -117,7 +123,16 @@ class EngineInbox:
         self._engine.submit(command)
 
 
-async def serve(node: Node, inbox: EngineInbox, parts: Parts, options: NodeOptions, registry: CollectorRegistry) -> int:
+async def serve(
+    node: Node,
+    inbox: EngineInbox,
+    parts: Parts,
+    options: NodeOptions,
+    registry: CollectorRegistry,
+    *,
+    spec_tokens: int = 0,
+    cold_draft: bool = False,
+) -> int:
     """Runs a node until SIGINT or SIGTERM; the process's exit code: 0, or 1 if the engine thread died."""
     engine = Engine(
         parts.runner,
@@ -125,6 +140,8 @@ async def serve(node: Node, inbox: EngineInbox, parts: Parts, options: NodeOptio
         node.on_engine_event,
         chunk_tokens=options.chunk_tokens,
         threads=options.threads,
+        spec_tokens=spec_tokens,
+        cold_draft=cold_draft,
     )
     inbox.attach(engine)
     listener = _listen(options.host, options.port)

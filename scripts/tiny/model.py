@@ -15,6 +15,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 CSA_RATIO, HCA_RATIO = 4, 128
+EMBEDDING_STD = 0.3
 
 # The raw config.json, in the field names of the official one. The last compress ratio is the draft layer's.
 RAW_CONFIG: dict[str, Any] = {
@@ -85,6 +86,8 @@ def build_model(vocab_size: int, seed: int) -> DeepseekV4ForCausalLM:
     for module in model.modules():
         if isinstance(module, DeepseekV4HashRouter):
             module.tid2eid.copy_(torch.rand(vocab_size, module.num_experts).argsort(dim=1)[:, : module.top_k])
+    # Large embeddings keep the token's identity legible through all layers; without it HCA, two layers up, learns late.
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=EMBEDDING_STD)
     return model.float()
 
 
@@ -146,8 +149,10 @@ class Controls:
         self._sparse = [a for a in self._attentions if isinstance(a.compressor, DeepseekV4CSACompressor)]
         self._heavy = [a for a in self._attentions if isinstance(a.compressor, DeepseekV4HCACompressor)]
         self._weights: dict[int, Tensor] = {}
+        self.heavy_outputs: list[Tensor] = []  # [B, S, D] of every HCA layer in the last forward
         for attention in self._heavy:
             attention.compressor.__class__ = AdjustableHca
+            attention.register_forward_hook(self._keep_output)
         for attention in self._sparse:
             attention.compressor.indexer.__class__ = TeachableIndexer
             attention.compressor.register_forward_hook(self._hide_entries)
@@ -195,6 +200,9 @@ class Controls:
             return None
         entries, block_bias = output  # [B, 1, T, d], [B, 1, S, T]
         return entries, block_bias.masked_fill(self.hidden_entries[:, None, None, :], float("-inf"))
+
+    def _keep_output(self, _module: nn.Module, _inputs: Any, output: tuple) -> None:
+        self.heavy_outputs.append(output[0])
 
     def _keep_attention(self, module: DeepseekV4Attention, _inputs: Any, output: tuple) -> None:
         self._weights[module.layer_idx] = output[1]

@@ -33,6 +33,7 @@ class Stage:
     modes: dict[IndexerMode, float]
     window: int = 64
     heavy_rate: int = 128
+    heavy_help: float = 0.0  # weight of the loss that reads a weight straight off HCA's output
     most_prices: int = 4
     most_weights: int = 2
 
@@ -160,6 +161,12 @@ class Trainer:
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(weights)
         loss = (losses * weights).sum() / weights.sum()
         sums = {"n": 1.0, "loss": loss.item()}
+        recalled = batch.marks[:, 1:] == WEIGHT_VALUE
+        if recalled.any() and stage.heavy_help:
+            for output in self.controls.heavy_outputs:
+                read_off = self.model.lm_head(self.model.model.norm(output[:, :-1][recalled]))
+                loss = loss + stage.heavy_help * F.cross_entropy(read_off, targets[recalled])
+        self.controls.heavy_outputs.clear()
         if mode is IndexerMode.TEACH:
             # the query at t predicts t + 1, so it counts as much as the token that it predicts
             lesson = self.controls.lesson(F.pad(weights, (0, 1)))

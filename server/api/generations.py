@@ -24,17 +24,37 @@ T = TypeVar("T")
 
 @dataclass
 class Usage:
-    """Token counts of one HTTP request. A prompt that is sampled n times counts once."""
+    """Token counts of one HTTP request. A prompt that is sampled n times counts once.
+
+    ``draft_steps`` counts the steps that had drafted tokens: the mean accept length is ``1 + accepted / draft_steps``.
+    """
 
     prompt_tokens: int
     completion_tokens: int = 0
+    draft_steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
 
-    def as_dict(self) -> dict[str, int]:
-        return {
+    def add(self, output: TokenOutput) -> None:
+        self.completion_tokens += len(output.token_ids)
+        self.draft_steps += output.n_proposed > 0
+        self.proposed += output.n_proposed
+        self.accepted += output.n_accepted
+
+    def as_dict(self) -> dict[str, Any]:
+        """OpenAI's usage object; with speculation its details, and ``draft_steps`` beside them."""
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
+        if self.draft_steps:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.proposed - self.accepted,
+                "draft_steps": self.draft_steps,
+            }
+        return usage
 
 
 @dataclass

@@ -160,11 +160,15 @@ def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt
 
 
 def _route_headers(routes: Sequence[RouteInfo]) -> dict[str, str]:
-    """``x-pd-prefill``: who computed the prompts (each once); ``x-pd-room``: one room for every generation, if any."""
+    """``x-pd-prefill``: who computed the prompts (each once); ``x-pd-room``: one room for every generation, if any;
+    ``x-pd-draft-state``: with speculation, where the draft's window came from.
+    """
     headers = {"x-pd-prefill": ",".join(dict.fromkeys(route.prefill for route in routes))}
     rooms = [str(route.room) for route in routes if route.room is not None]
     if rooms:
         headers["x-pd-room"] = ",".join(rooms)
+    if states := dict.fromkeys(route.draft_state for route in routes if route.draft_state is not None):
+        headers["x-pd-draft-state"] = ",".join(states)
     return headers
 
 
@@ -173,7 +177,7 @@ async def _collect(generations: Generations, n_generations: int, usage: Usage) -
     async with aclosing(generations.outputs()) as outputs:
         async for index, output in outputs:
             answers[index].add(output)
-            usage.completion_tokens += len(output.token_ids)
+            usage.add(output)
     return answers
 
 
@@ -186,7 +190,7 @@ async def _chunks(
     continuous = options is not None and bool(options.continuous_usage_stats)
     async with aclosing(generations.outputs()) as outputs:
         async for index, output in outputs:
-            usage.completion_tokens += len(output.token_ids)
+            usage.add(output)
             for choice in writer.chunk_choices(index, output):
                 chunk = envelope.wrap(writer.chunk_object_name, [choice])
                 if include_usage or continuous:

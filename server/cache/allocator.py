@@ -13,9 +13,7 @@ from server.cache.specs import CacheGeometry
 
 
 class AllocatorError(RuntimeError):
-    """A step that the life of a slot or page does not have: a double free, a commit of nothing, an owner with two
-    grants.
-    """
+    """A step that a slot's or page's life does not have: a double free, a commit of nothing, a second grant."""
 
 
 class ItemState(enum.StrEnum):

@@ -1,6 +1,4 @@
-"""One contiguous block of memory per process, registered with the transport once, and the tensor views the model
-computes on.
-"""
+"""One contiguous block of memory per process, registered once, and the tensor views that the model computes on."""
 
 from __future__ import annotations
 

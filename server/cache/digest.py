@@ -1,5 +1,6 @@
-"""Digests over live bytes, in ascending logical position with the layers inside: the same on both sides whatever
-their rings and ids.
+"""Digests over live bytes, in ascending logical position with the layers inside.
+
+Both sides get the same ones, whatever their rings and ids are.
 """
 
 from __future__ import annotations

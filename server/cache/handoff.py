@@ -1,6 +1,4 @@
-"""The hand-off row: what the prefill node says about a prompt beside its state, as one fixed struct in the request's
-slot.
-"""
+"""The hand-off row: what the prefill node says of a prompt beside its state, one fixed struct in the request's slot."""
 
 from __future__ import annotations
 
@@ -30,9 +28,8 @@ class Handoff:
     """Contents of the row.
 
     ``n`` prompt tokens with ``prompt_hash``, the token the prefill node chose for position n with its log probability
-    and
-    the best alternatives, and ``streams`` ``[hc_mult, hidden]``: the target's hidden streams of position n - 1, before
-    the head collapse, which a draft layer's first step reads.
+    and the best alternatives, and ``streams`` ``[hc_mult, hidden]``: the target's hidden streams of position n - 1,
+    before the head collapse, which a draft layer's first step reads.
     """
 
     room: int

@@ -1,5 +1,6 @@
-"""Where every row of every component lies in an arena, computed from plain numbers so that a peer's arena can be
-described too.
+"""Where every row of every component lies in an arena.
+
+Computed from plain numbers, so that a peer's arena is described in the same way as one's own.
 """
 
 from __future__ import annotations

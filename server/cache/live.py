@@ -1,5 +1,6 @@
-"""Which rows the next step reads. The one truth that sender, receiver, byte accounting, poison check and tests all
-call.
+"""Which rows the next step reads.
+
+The one truth that sender, receiver, byte accounting, poison check and tests all call.
 """
 
 from __future__ import annotations

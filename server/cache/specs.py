@@ -26,9 +26,9 @@ class Scope(enum.StrEnum):
 class ComponentSpec:
     """One component of the per-request state.
 
-    ``positions`` is the number of token positions one row stands for: 4 or 128 for compressed rows, 1 in a slot.
-    A row holds ``len(layer_ids)`` layers of ``width`` elements, layers inside the row ("position-major").
-    ``ring`` is the number of rows per slot; 0 for page components.
+    ``positions`` is the number of token positions one row stands for: 4 or 128 for compressed rows, 1 in a slot. A row
+    holds ``len(layer_ids)`` layers of ``width`` elements, layers inside the row ("position-major"). ``ring`` is the
+    number of rows per slot; 0 for page components.
     """
 
     name: str

@@ -13,6 +13,7 @@ from server.options import NodeOptions, node_parser
 from server.transfer.metrics import NodeMetrics
 
 DEFAULT_PORT = 30001
+MAX_SPEC_TOKENS = 8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,12 +29,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="a prefill node to take state from (repeatable)",
     )
     where.add_argument("--local-prefill", action="store_true", help="compute prompts here, without any peer")
+    speculation = parser.add_argument_group("speculative decoding")
+    speculation.add_argument(
+        "--spec-tokens",
+        type=int,
+        choices=range(MAX_SPEC_TOKENS + 1),
+        default=0,
+        metavar="K",
+        help=f"draft tokens of one step, 0 .. {MAX_SPEC_TOKENS}; 0 decodes without a draft",
+    )
+    speculation.add_argument(
+        "--draft-state",
+        choices=("transfer", "recompute"),
+        default="transfer",
+        help="transfer: take the draft's window from the prefill node, refuse one that has none; recompute: start the "
+        "draft cold after every prompt (right answers, fewer accepted tokens at first)",
+    )
     args = parser.parse_args(argv)
     options = NodeOptions.from_namespace(args)
     peers = None if args.local_prefill else tuple(args.prefill)
 
     async def start() -> int:
-        parts, inbox, registry = build_parts(options), EngineInbox(), CollectorRegistry()
+        k, cold = args.spec_tokens, args.draft_state == "recompute"
+        parts, inbox, registry = build_parts(options, draft=k > 0, spec_tokens=k), EngineInbox(), CollectorRegistry()
         node = DecodeNode(
             DecodeSettings(options.served_model_name, parts.max_context, peers),
             submit_command=inbox.submit,
@@ -45,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sampling_defaults=parts.tokenizer.sampling_defaults,
             metrics=NodeMetrics(registry),
         )
-        return await serve(node, inbox, parts, options, registry)
+        return await serve(node, inbox, parts, options, registry, spec_tokens=k, cold_draft=cold)
 
     return run(parser.prog, options, start)
 

@@ -61,13 +61,14 @@ class DecodeSettings:
     """How a decode node is set up.
 
     ``prefill`` are the prefill nodes' ``host:bootstrap_port``; None computes prompts here (``--local-prefill``).
-    ``max_context`` and ``spec_tokens`` are in tokens.
+    ``max_context`` and ``spec_tokens`` are in tokens. ``own_components`` are filled here and not asked of the peers.
     """
 
     model_name: str
     max_context: int
     prefill: tuple[str, ...] | None
     spec_tokens: int = 0
+    own_components: frozenset[str] = frozenset()
     deadlines: Deadlines = field(default_factory=Deadlines)
 
 
@@ -134,6 +135,7 @@ class DecodeNode:
                 self.incarnation,
                 self._identity,
                 self._settings.spec_tokens,
+                tuple(name for name in self._arena.layout.names if name not in self._settings.own_components),
                 self._settings.prefill,
                 TransportSessions(self._make_transport, self._arena),
                 self._settings.deadlines,

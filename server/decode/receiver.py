@@ -39,6 +39,7 @@ from server.transfer.metrics import NodeMetrics
 from server.transfer.peer import PeerLink
 from server.transfer.protocol import (
     Abort,
+    Committed,
     Done,
     Failed,
     PeerMessage,
@@ -93,6 +94,7 @@ class Receiver:
         incarnation: str,
         identity: ModelIdentity,
         spec_tokens: int,
+        components: tuple[str, ...],
         addresses: tuple[str, ...],
         sessions: TransportSessions,
         deadlines: Deadlines,
@@ -104,12 +106,13 @@ class Receiver:
         self._incarnation = incarnation
         self._identity = identity
         self._spec_tokens = spec_tokens
+        self._components = components
         self._sessions = sessions
         self._deadlines = deadlines
         self._metrics = metrics
         self._prober = Prober(arena, deadlines.probe_s)
         self._works: dict[RoomKey, Work] = {}
-        self._committed: OrderedDict[RoomKey, DecodeRoom] = OrderedDict()
+        self._committed: OrderedDict[RoomKey, None] = OrderedDict()
         self._proofs: dict[RoomKey, Proof] = {}
         self._checks: set[asyncio.Task[None]] = set()
 
@@ -150,7 +153,7 @@ class Receiver:
             epoch=work.key.epoch,
             slot=placement.slot,
             pages=placement.pages[:n_prompt_pages],
-            components=self._arena.layout.names,
+            components=self._components,
             request=wire_request(work.request),
             silence_s=min(deadlines.queued_s, deadlines.prefill_s, deadlines.transfer_s),
         )
@@ -179,6 +182,7 @@ class Receiver:
             self._arena.layout,
             self._arena.ptr,
             spec_tokens=self._spec_tokens,
+            components=self._components,
             session=engine.session,
         )
 
@@ -207,9 +211,8 @@ class Receiver:
         if work is not None and work.link is link:
             self._step(work, message)
         elif key in self._committed:
-            for action in self._committed[key].handle(message, time.monotonic()):
-                if isinstance(action, Send):
-                    link.send(action.message)
+            if isinstance(message, Done):
+                link.send(Committed(**ids_of(message)))
         else:
             self._metrics.dropped("stale")
             if isinstance(message, Progress | Done | Failed):
@@ -266,7 +269,9 @@ class Receiver:
         try:
             if placement is None:
                 raise RuntimeError("the room has no memory")
-            proof = await asyncio.to_thread(verify, self._arena, placement, work.key, work.request, done)
+            proof = await asyncio.to_thread(
+                verify, self._arena, placement, self._components, work.key, work.request, done
+            )
         except Exception as error:
             log.exception("%s could not be checked", work.key)
             proof = Proof(Failure("internal_error", f"what arrived could not be checked: {error!r}", 500))
@@ -287,7 +292,7 @@ class Receiver:
             self._metrics.phase(phase, seconds)
         del self._works[key]
         if room.phase is DecodePhase.COMMITTED:
-            self._committed[key] = room
+            self._committed[key] = None
             while len(self._committed) > _REMEMBERED_COMMITS:
                 self._committed.popitem(last=False)
 

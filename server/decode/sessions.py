@@ -27,9 +27,6 @@ class TransportSessions:
         self._arena = arena
         self._engines: dict[str, TransferEngine] = {}
 
-    def engine(self, address: str) -> TransferEngine | None:
-        return self._engines.get(address)
-
     async def open(self, address: str) -> TransferEngine:
         """A fresh endpoint for the peer at ``address``. Raises what the transport raises; closes an older one first."""
         await self.fence(address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.cache.arena import Arena
@@ -23,14 +24,16 @@ class Proof:
     first: TokenLogprob | None = None
 
 
-def verify(arena: Arena, placement: Placement, key: RoomKey, request: GenerationRequest, done: Done) -> Proof:
-    """Coverage, byte counts, digests and the hand-off row, in this order. Runs in a worker thread."""
-    n, names = len(request.prompt_ids), arena.layout.names
+def verify(
+    arena: Arena, placement: Placement, components: Sequence[str], key: RoomKey, request: GenerationRequest, done: Done
+) -> Proof:
+    """Coverage, byte counts, digests of ``components``, then the hand-off row. Runs in a worker thread."""
+    n = len(request.prompt_ids)
     if done.n != n:
         return Proof(_mismatch("", f"Done is for {done.n} tokens, the prompt has {n}"))
-    if (gap := check_coverage(done.sent, arena.layout, n, names)) is not None:
+    if (gap := check_coverage(done.sent, arena.layout, n, components)) is not None:
         return Proof(_mismatch(gap.component, gap.reason))
-    digests = live_digests(arena, n, placement, names)
+    digests = live_digests(arena, n, placement, components)
     for sent in done.sent:
         if sent.digest != digests[sent.component]:
             values = f"the prefill node has {sent.digest:016x}, this memory has {digests[sent.component]:016x}"

@@ -1,6 +1,4 @@
-"""The engine thread: takes commands, computes step after step, reports events. It alone touches the model and the
-pools.
-"""
+"""The engine thread: takes commands, computes step after step, reports events. It alone touches model and pools."""
 
 from __future__ import annotations
 
@@ -323,8 +321,8 @@ class Engine(threading.Thread):
             return None
 
     def _one_by_one(self, sequences: Sequence[Running], step: Callable[[Running], None]) -> None:
-        """After a failed batch: repeats the step for each request alone (a forward may be repeated: it writes the
-        same rows).
+        """After a failed batch: repeats the step for each request alone (a forward may be repeated: it writes the same
+        rows).
         """
         if len(sequences) > 1:
             for sequence in sequences:

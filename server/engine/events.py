@@ -1,6 +1,4 @@
-"""What the node tells its engine thread, and what the engine thread tells the node. Small frozen records in two
-queues.
-"""
+"""What a node tells its engine thread, and what the engine thread tells the node: small frozen records."""
 
 from __future__ import annotations
 

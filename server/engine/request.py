@@ -1,6 +1,4 @@
-"""What a request is, from the HTTP layer to the engine and back: plain data, shared by every package above the
-model.
-"""
+"""What a request is, from the HTTP layer to the engine and back: plain data that every package shares."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ class FinishReason(enum.StrEnum):
 
 
 class RequestFailed(Exception):
-    """A request that cannot be answered. ``code`` is a stable machine word, ``status`` the HTTP status before the
-    first byte.
+    """A request that cannot be answered. ``code`` is a stable machine word, ``status`` the HTTP status before the first
+    byte.
 
     ``component`` names the state component at fault, where there is one.
     """
@@ -79,8 +77,8 @@ class TokenOutput:
     """What one engine step adds to one request. ``finish_reason`` is set on the last output only.
 
     ``text`` is the part of the answer that is now certain (never half a character, never part of a stop string).
-    ``logprobs`` has one entry per token id when they were asked for, else it is empty. Of ``n_proposed`` drafted
-    tokens of the step ``n_accepted`` stood (both 0 without speculation).
+    ``logprobs`` has one entry per token id when they were asked for, else it is empty. Of ``n_proposed`` drafted tokens
+    of the step ``n_accepted`` stood (both 0 without speculation).
     """
 
     token_ids: tuple[int, ...]
@@ -94,11 +92,15 @@ class TokenOutput:
 
 @dataclass(frozen=True)
 class RouteInfo:
-    """Who served the prompt: known before the first token. ``prefill`` is ``host:port`` of the peer, or ``local``."""
+    """Who served the prompt: known before the first token. ``prefill`` is ``host:port`` of the peer, or ``local``.
+
+    ``draft_state`` says where the draft's window came from, None without speculation.
+    """
 
     prefill: str
     room: int | None
     transfer_bytes: dict[str, int] = field(default_factory=dict)
+    draft_state: str | None = None
 
 
 class Generation(Protocol):

@@ -1,5 +1,6 @@
-"""What the next step computes: every running request decodes one token; prompts are prefilled in chunks, first come
-first served.
+"""What the next step computes.
+
+Every running request decodes; prompts are prefilled in chunks, first come first served.
 """
 
 from __future__ import annotations

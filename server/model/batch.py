@@ -37,8 +37,8 @@ class Segment:
 class RingGather:
     """How to read logical rows that lie partly in a slot ring and partly among this forward's own rows.
 
-    Source rows are ``[ring rows named by hist | own rows]``. ``hist[0]`` is a row of slot 0, which is zero: absent
-    rows read it.
+    Source rows are ``[ring rows named by hist | own rows]``. ``hist[0]`` is a row of slot 0, which is zero: absent rows
+    read it.
     """
 
     hist: torch.Tensor
@@ -59,9 +59,8 @@ class RingWrite:
 class EntryPlan:
     """Compressed entries that this forward closes, padded to whole row tiles; only the first ``count`` are real.
 
-    ``prev`` (CSA only) gathers the A halves of the window before, ``cur`` the window itself. ``has_prev``
-    ``[entries]`` is
-    false for entry 0. ``positions`` are the entries' rope positions; ``pages`` and ``rows`` where the real ones are
+    ``prev`` (CSA only) gathers the A halves of the window before, ``cur`` the window itself. ``has_prev`` ``[entries]``
+    is false for entry 0. ``positions`` are the entries' rope positions; ``pages`` and ``rows`` where the real ones are
     stored.
     """
 

@@ -31,8 +31,8 @@ def load_model(
     """Builds the network of ``model_dir`` and fills it, in ``dtype`` except where the model computes in fp32.
 
     Raises :class:`CheckpointError` that names what is missing, extra, of the wrong shape or quantized. With ``draft``
-    the
-    NextN layer is loaded too, and its absence or another kind of draft is an error; without, ``mtp.*`` is left alone.
+    the NextN layer is loaded too, and its absence or another kind of draft is an error; without, ``mtp.*`` is left
+    alone.
     """
     config = load_config(model_dir)
     files = _tensor_files(model_dir)

@@ -1,6 +1,4 @@
-"""The backbone: embedding, blocks of attention and experts between hyper-connected streams, head; and its NextN
-draft.
-"""
+"""The backbone: embedding, blocks between hyper-connected streams, head; and its NextN draft."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ from server.model.rope import rope_frequencies
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """``logits`` ``[wanted rows, vocab]`` in fp32; ``streams`` ``[real rows, N, D]``: the last block's output of
-    every row.
+    """``logits`` ``[wanted rows, vocab]`` in fp32; ``streams`` ``[real rows, N, D]``: the last block's output of every
+    row.
     """
 
     logits: torch.Tensor
@@ -65,8 +63,8 @@ class DeepseekV4(nn.Module):
         return self._output(streams, batch, rows, self.hc_head, self.norm)
 
     def draft(self, batch: Batch, streams: torch.Tensor, pools: Pools) -> ForwardOutput:
-        """One draft step. Row t takes ``streams`` ``[real rows, N, D]`` of position t and token t + 1, and predicts t
-        + 2.
+        """One draft step. Row t takes ``streams`` ``[real rows, N, D]`` of position t and token t + 1, and predicts t +
+        2.
 
         Logits are those of each segment's last row.
         """

@@ -1,6 +1,4 @@
-"""The arena's components as the layers see them: ring rows flat over slots, page entries by (page, row), one layer at
-a time.
-"""
+"""The arena's components as the layers see them: ring rows flat over slots, page entries by (page, row)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rotary embeddings: interleaved pairs over the last channels, plain for window-only layers, YaRN for compressed
-ones.
-"""
+"""Rotary embeddings: interleaved pairs over the last channels, plain or with YaRN."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ class Rotation:
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(main, compress)``: the frequencies of window-only layers, and of CSA and HCA layers (q, kv and entries
-    alike).
-    """
+    """``(main, compress)``: frequencies of window-only layers, and of all that CSA and HCA layers rotate."""
     main = inverse_frequencies(config.rope_dim, config.rope_theta, None)
     compress = inverse_frequencies(config.rope_dim, config.compress_rope_theta, config.yarn)
     return main, compress

@@ -14,10 +14,9 @@ def state_components(
 
     With ``draft`` the NextN layer's own window is one more component, beside the target's and never part of it.
 
-    Compressor states keep one fp32 row per token, ``[kv | score]`` with the position bias ``ape`` already in the
-    score; CSA
-    states come in two halves because they live for different times: A is pooled into the next window's entry, B into
-    its own.
+    Compressor states keep one fp32 row per token, ``[kv | score]`` with the position bias ``ape`` already in the score;
+    CSA states come in two halves because they live for different times: A is pooled into the next window's entry, B
+    into its own.
     """
     d, di = config.head_dim, config.index_head_dim
     csa, hca = config.layers_of(CSA), config.layers_of(HCA)

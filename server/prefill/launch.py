@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 
 from server.launch import EngineInbox, build_parts, run, serve, transport_factory
+from server.model.loader import has_draft
 from server.options import NodeOptions, node_parser
 from server.prefill.node import PrefillNode, PrefillSettings
 from server.transfer.faults import FaultSet
@@ -28,11 +29,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=DEFAULT_BOOTSTRAP_PORT,
         help="port where decode nodes register and reserve (ZMQ; 0: any free one)",
     )
+    parser.add_argument_group("draft").add_argument(
+        "--draft",
+        choices=("on", "off"),
+        help="compute the NextN draft's window state for decode nodes that speculate (default: on where there is one)",
+    )
     args = parser.parse_args(argv)
     options = NodeOptions.from_namespace(args)
 
     async def start() -> int:
-        parts, inbox, registry = build_parts(options), EngineInbox(), CollectorRegistry()
+        draft = has_draft(options.model) if args.draft is None else args.draft == "on"
+        parts, inbox, registry = build_parts(options, draft=draft), EngineInbox(), CollectorRegistry()
         node = PrefillNode(
             PrefillSettings(options.served_model_name, parts.max_context, options.host, args.bootstrap_port),
             submit_command=inbox.submit,

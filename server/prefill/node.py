@@ -104,6 +104,7 @@ class PrefillNode:
             self._arena.layout,
             self._arena.ptr,
             spec_tokens=self._settings.spec_tokens,
+            components=self._arena.layout.names,
         )
         desk = RoomDesk(
             arena=self._arena,

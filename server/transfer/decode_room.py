@@ -184,8 +184,6 @@ class DecodeRoom:
             self._done, self._verifying = done, True
             self._enter(DecodePhase.VERIFY, now)
             return [Verify(done)]
-        if self.phase is DecodePhase.COMMITTED:
-            return [self._committed()]
         return [self._abort()] if self.phase is DecodePhase.ENDING and not self._peer_gone else []
 
     def _on_verified(self, failure: Failure | None, now: float) -> list[DecodeAction]:
@@ -196,7 +194,7 @@ class DecodeRoom:
             rejected = Rejected(**self._ids(), component=failure.component, reason=clip(failure.reason))
             return [Send(rejected), *self._end(failure, now)]
         self._enter(DecodePhase.COMMITTED, now)
-        return [self._committed(), Commit(self._done), Forget("committed", "")]
+        return [Send(Committed(**self._ids())), Commit(self._done), Forget("committed", "")]
 
     def _on_failed(self, failed: Failed, now: float) -> list[DecodeAction]:
         actions: list[DecodeAction] = []
@@ -209,7 +207,7 @@ class DecodeRoom:
         return actions
 
     def _on_quiesced(self, now: float) -> list[DecodeAction]:
-        self._safe = self._safe or self.phase is not DecodePhase.COMMITTED
+        self._safe = True
         if self.phase in _REMOTE:
             return self._end(Failure("prefill_ended", "the prefill node ended the room without a reason", 502), now)
         return self._free_if_safe()
@@ -256,9 +254,6 @@ class DecodeRoom:
     def _enter(self, phase: DecodePhase, now: float) -> None:
         self.phase_s[self.phase.value] = now - self._entered
         self.phase, self._entered, self._alive = phase, now, now
-
-    def _committed(self) -> Send:
-        return Send(Committed(**self._ids()))
 
     def _abort(self) -> Send:
         reason = self.failure.reason if self.failure is not None else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
@@ -120,10 +121,12 @@ def build_manifest(
     arena_base: int,
     *,
     spec_tokens: int,
+    components: Sequence[str],
     session: str = "",
 ) -> Manifest:
-    """Describes this process. ``arena_base`` is the address of the arena's byte 0."""
-    entries = tuple(ComponentEntry(**{**asdict(c), "scope": c.scope.value}) for c in layout.components)
+    """Describes this process: ``arena_base`` is the address of its arena, ``components`` what it offers or reads."""
+    placed = (layout.component(name) for name in components)
+    entries = tuple(ComponentEntry(**{**asdict(c), "scope": c.scope.value}) for c in placed)
     return Manifest(
         protocol_version=PROTOCOL_VERSION,
         role=role,

@@ -104,7 +104,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Tombstone:
-    """What is remembered of a room that is over: its last epoch, why, and whether its writes are known to have ended."""
+    """What is remembered of a room that is over: its last epoch, why, and whether its writes have surely ended."""
 
     epoch: int
     failure: Failure | None

@@ -22,9 +22,9 @@ def start(*options: str) -> subprocess.Popen[str]:
         for one in (a, b, c):
             one.bind(("127.0.0.1", 0))
             ports.append(str(one.getsockname()[1]))
+    given = ["--prefill-port", ports[0], "--decode-port", ports[1], "--bootstrap-port", ports[2]]
     return subprocess.Popen(
-        [sys.executable, "-u", str(ROOT / "scripts" / "quickstart.py"), *options]
-        + ["--prefill-port", ports[0], "--decode-port", ports[1], "--bootstrap-port", ports[2]],
+        [sys.executable, "-u", str(ROOT / "scripts" / "quickstart.py"), *options, *given],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -277,12 +277,15 @@ class Pair:
         geometry: CacheGeometry | None = None,
         deadlines: Deadlines = FAST,
         local: bool = False,
+        own_components: frozenset[str] = frozenset(),
         wait: bool = True,
     ) -> NodeUnderTest:
         arena, allocator, engine, registry = parts(geometry or make_geometry(extra_rows=2, slots=4, pages=15), seed=12)
         addresses = tuple(p if isinstance(p, str) else f"127.0.0.1:{p.node.bootstrap_port}" for p in prefills)
         node = DecodeNode(
-            DecodeSettings("fake", 4096, None if local else addresses, deadlines=deadlines),
+            DecodeSettings(
+                "fake", 4096, None if local else addresses, own_components=own_components, deadlines=deadlines
+            ),
             submit_command=engine.submit,
             make_transport=self.transport,
             arena=arena,

@@ -17,7 +17,7 @@ from server.engine.events import Died
 from server.engine.request import FinishReason, RequestFailed
 from server.transfer.engines.loopback import Fault, LoopbackEngine, Submission
 from server.transfer.faults import FaultError, FaultSet
-from server.transfer.protocol import encode
+from server.transfer.protocol import Committed, encode
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.transfer.support import make_geometry
 from tests.transfer.test_protocol import reserve
@@ -300,6 +300,24 @@ async def test_garbage_on_the_control_port_is_counted_and_dropped(pair: Pair) ->
     await until(lambda: all(p.metric("pd_control_frames_dropped_total", reason=name) > 0 for name in names))
     socket.close(0)
     context.term()
+    await assert_works_again(p, d)
+
+
+async def test_a_done_that_is_sent_again_is_answered_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    answers = 0
+    step = p.node._desk._step
+
+    def lose_the_first_answer(work: object, event: object) -> None:
+        nonlocal answers
+        answers += isinstance(event, Committed)
+        if not (isinstance(event, Committed) and answers == 1):
+            step(work, event)
+
+    monkeypatch.setattr(p.node._desk, "_step", lose_the_first_answer)
+    assert await answer(d.node, request(40)) == expected(request(40))
+    await until(lambda: answers == 2)
     await assert_works_again(p, d)
 
 

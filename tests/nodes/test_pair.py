@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from server.cache.live import live_positions
-from server.engine.request import RequestFailed
+from server.engine.request import RequestFailed, SamplingParams
 from server.transfer.protocol import MAX_ROOM
 from tests.nodes.support import FAST, Pair, answer, expected, pairs, request, until
 from tests.transfer.support import IDENTITY, WINDOW, make_geometry
@@ -126,7 +126,7 @@ async def test_a_token_outside_the_vocabulary_is_400(pair: Pair) -> None:
 async def test_a_sampling_parameter_that_the_wire_refuses_is_400(pair: Pair, name: str, value: object) -> None:
     d = await pair.decode(await pair.prefill())
     with pytest.raises(RequestFailed, match="out of range") as caught:
-        d.node.submit(request(3, **{name: value}))
+        d.node.submit(replace(request(3), sampling=replace(SamplingParams(), **{name: value})))
     assert caught.value.status == 400
 
 
@@ -203,12 +203,21 @@ async def test_a_component_that_is_not_offered_is_refused_by_name_until_the_peer
     assert d.engine.wrong_bytes == []
 
 
+async def test_a_component_that_decode_fills_itself_is_not_asked_for(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p, geometry=make_geometry(draft=True), own_components=frozenset({"draft_swa"}))
+    generation = d.node.submit(request(300))
+    assert "draft_swa" not in (await generation.route()).transfer_bytes
+    assert [t async for o in generation for t in o.token_ids] == expected(request(300))
+    assert d.engine.wrong_bytes == ["draft_swa"]
+
+
 async def test_ready_means_that_a_write_of_the_peer_really_landed(pair: Pair) -> None:
     p = await pair.prefill()
     d = await pair.decode(p)
     assert await d.node.ready() == (True, f"prefill 127.0.0.1:{p.node.bootstrap_port}: probe transfer ok")
     d.node._receiver._prober._fresh_s = 0.0
-    d.node._receiver._sessions.engine(f"127.0.0.1:{p.node.bootstrap_port}").unregister(d.arena.ptr)
+    d.node._receiver._sessions._engines[f"127.0.0.1:{p.node.bootstrap_port}"].unregister(d.arena.ptr)
     ready, reason = await d.node.ready()
     assert not ready
     assert "refused" in reason

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from process_pair import StopRequested, StopSignals
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 LAUNCHER = """\
@@ -157,6 +158,7 @@ def test_once_prints_answer_and_proof_and_ends_both(quickstart: Quickstart) -> N
     assert "321 prompt tokens (room 17)" in proof
     assert "moved 4,096 bytes (swa 4,096)" in proof
     assert "TTFT" in proof
+    assert "killed" not in output
     quickstart.assert_both_gone()
 
 
@@ -179,6 +181,7 @@ def test_stop_signal_while_serving_ends_both_cleanly(quickstart: Quickstart, sto
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 0, output
     assert "Traceback" not in output
+    assert "killed" not in output
     quickstart.assert_both_gone()
 
 
@@ -247,6 +250,27 @@ def test_a_process_that_will_not_end_is_killed_and_said_so(quickstart: Quickstar
     assert "prefill did not end within 2 s and was killed" in output
     assert time.monotonic() - started < 30
     quickstart.assert_both_gone()
+
+
+def test_a_signal_while_both_are_ending_leaves_nobody_behind(quickstart: Quickstart) -> None:
+    quickstart.launcher("prefill", at_start="import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    process = quickstart.start("--once")
+    read_until(process, "proof:")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, output
+    quickstart.assert_both_gone()
+
+
+def test_a_deferred_signal_is_raised_at_the_end_of_the_block_and_only_once() -> None:
+    reached = False
+    with StopSignals() as signals:
+        with pytest.raises(StopRequested, match="SIGTERM"), signals.deferred():
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached = True
+        os.kill(os.getpid(), signal.SIGINT)
+    assert reached
 
 
 @pytest.mark.parametrize(("index", "purpose"), [(0, "prefill"), (1, "decode"), (2, "bootstrap")])

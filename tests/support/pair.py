@@ -46,9 +46,11 @@ def unchanged(specs: Specs) -> Specs:
 
 @dataclass(frozen=True)
 class Side:
-    """How one node of a test is set up."""
+    """How one node of a test is set up. ``spec_tokens`` sizes the rings; with ``draft`` D also drafts that many."""
 
     spec_tokens: int = 0
+    draft: bool = False
+    cold_draft: bool = False
     chunk_tokens: int = 64
     pages: int = 80
     slots: int = 20
@@ -67,7 +69,7 @@ class TestNode:
     __test__ = False
 
     def __init__(self, model: DeepseekV4, tokenizer: Tokenizer, side: Side) -> None:
-        components = side.components(state_components(model.config, "float32", side.spec_tokens))
+        components = side.components(state_components(model.config, "float32", side.spec_tokens, draft=side.draft))
         geometry = CacheGeometry(
             side.page_size, side.pages + 1, side.slots + 1, model.config.sliding_window, side.spec_tokens, components
         )
@@ -94,12 +96,19 @@ class TestNode:
             "metrics": NodeMetrics(self.registry),
         }
 
-    def start_engine(self, on_event: Callable[[Event], None]) -> None:
+    def start_engine(self, on_event: Callable[[Event], None], *, spec_tokens: int = 0) -> None:
         def record(event: Event) -> None:
             self.events.append(event)
             on_event(event)
 
-        self.engine = Engine(self._runner, self._tokenizer, record, chunk_tokens=self.side.chunk_tokens)
+        self.engine = Engine(
+            self._runner,
+            self._tokenizer,
+            record,
+            chunk_tokens=self.side.chunk_tokens,
+            spec_tokens=spec_tokens,
+            cold_draft=self.side.cold_draft,
+        )
         self.inbox.attach(self.engine)
         self.engine.start()
 
@@ -208,7 +217,7 @@ async def running_decode(
         DecodeSettings("test", d.max_context, peers, spec_tokens=side.spec_tokens, deadlines=side.deadlines),
         **d.parts(transport),
     )
-    d.start_engine(node.on_engine_event)
+    d.start_engine(node.on_engine_event, spec_tokens=side.spec_tokens if side.draft else 0)
     try:
         await node.start()
         yield d, node

@@ -49,6 +49,7 @@ from server.transfer.protocol import (
     Abort,
     AnyMessage,
     Committed,
+    Done,
     Quiesced,
     Rejected,
     Reserve,
@@ -176,6 +177,10 @@ class Simulation:
         assert isinstance(message, RoomMessage)
         key = RoomKey(message.room, message.epoch, message.decode)
         assert not isinstance(message, Reserve | Abort | Committed | Rejected)
+        if self.d[key].committed:
+            if isinstance(message, Done):
+                self.post(self.deliver_to_p, Committed(**ids_of(message)))
+            return
         self.feed_d(key, message)  # type: ignore[arg-type]
 
     def feed_d(self, key: RoomKey, event: DecodeEvent) -> None:

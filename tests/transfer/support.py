@@ -51,7 +51,15 @@ def make_manifest(
 ) -> Manifest:
     layout = ArenaLayout.from_geometry(geometry or make_geometry())
     manifest = build_manifest(
-        role, incarnation or new_incarnation(), IDENTITY, LOOPBACK, layout, arena_base, spec_tokens=0, session=session
+        role,
+        incarnation or new_incarnation(),
+        IDENTITY,
+        LOOPBACK,
+        layout,
+        arena_base,
+        spec_tokens=0,
+        components=layout.names,
+        session=session,
     )
     return msgspec.structs.replace(manifest, **changes)
 

@@ -1,0 +1,185 @@
+"""Speculative decoding in the engine: the output of plain decoding, whatever the drafts are and however many stand."""
+
+from __future__ import annotations
+
+import queue
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from server.cache.arena import Arena
+from server.cache.layout import ArenaLayout, Placement
+from server.cache.specs import CacheGeometry
+from server.engine import engine as engine_module
+from server.engine.engine import Engine
+from server.engine.events import Event, Failed, Finished, Generate, Output, Prefill, PrefillFinished, Resume
+from server.engine.request import GenerationRequest, SamplingParams
+from server.engine.runner import ModelRunner
+from server.engine.speculation import ChainStart, accepted
+from server.engine.tokenizer import Tokenizer
+from server.model.loader import load_model
+from server.model.network import DeepseekV4
+from server.model.state import state_components
+from tests.engine.test_engine import tokens_of
+from tests.support.checkpoints import BUNDLED, write_checkpoint
+
+LENGTHS = [1, 3, 18, 63, 64, 127, 129, 255, 257]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> DeepseekV4:
+    path: Path = tmp_path_factory.mktemp("draft")
+    write_checkpoint(path, seed=5, draft=True, vocab_size=529)
+    return load_model(path, draft=True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(BUNDLED)
+
+
+class Harness:
+    """An engine with k draft tokens; ``events`` of every key in order."""
+
+    def __init__(self, model: DeepseekV4, tokenizer: Tokenizer, k: int, *, cold: bool = False) -> None:
+        components = state_components(model.config, "float32", k, draft=True)
+        geometry = CacheGeometry(256, 60, 20, model.config.sliding_window, k, components)
+        self.arena = Arena(ArenaLayout.from_geometry(geometry), poison=True)
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.engine = Engine(
+            ModelRunner(model, self.arena), tokenizer, self.events.put, chunk_tokens=64, spec_tokens=k, cold_draft=cold
+        )
+        self.engine.start()
+
+    def finish(self, keys: Sequence[object]) -> list[Event]:
+        """Every event until all of ``keys`` have ended."""
+        open_keys, seen = set(keys), []
+        while open_keys:
+            event = self.events.get(timeout=60)
+            seen.append(event)
+            if isinstance(event, Finished | Failed | PrefillFinished):
+                open_keys.discard(event.key)
+        return seen
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Event]:
+        for i, r in enumerate(requests):
+            self.engine.submit(Generate(r.request_id, r, Placement(i + 1, (3 * i + 3, 3 * i + 1, 3 * i + 2))))
+        return self.finish([r.request_id for r in requests])
+
+
+@pytest.fixture
+def harness(model: DeepseekV4, tokenizer: Tokenizer) -> Iterator[Callable[..., Harness]]:
+    made: list[Harness] = []
+
+    def make(k: int, **options: bool) -> Harness:
+        made.append(Harness(model, tokenizer, k, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.engine.stop()
+
+
+def requests(lengths: Sequence[int], **sampling: object) -> list[GenerationRequest]:
+    params = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
+    return [GenerationRequest(f"r{n}", tuple(random.Random(n).choices(range(3, 520), k=n)), params) for n in lengths]
+
+
+def texts(events: list[Event], among: Sequence[GenerationRequest]) -> list[list[int]]:
+    return [tokens_of(events, r.request_id) for r in among]
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
+def test_drafts_of_the_layer_change_no_token(
+    harness: Callable[..., Harness], k: int, sampling: dict[str, object]
+) -> None:
+    batch = requests(LENGTHS, **sampling)
+    plain = harness(0).generate(batch)
+    spec = harness(k).generate(batch)
+    assert texts(spec, batch) == texts(plain, batch)
+
+
+@pytest.mark.parametrize("k", [2, 5])
+def test_right_and_wrong_drafts_mixed_in_one_batch(
+    harness: Callable[..., Harness], k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts that know the answer, but go wrong at random places: every accept count occurs, the output stays."""
+    batch = requests(LENGTHS, logprobs=1)
+    events = harness(0).generate(batch)
+    answers = {r.prompt_ids: tokens_of(events, r.request_id) for r in batch}
+    rng = random.Random(0)
+    by_slot = {i + 1: r for i, r in enumerate(batch)}
+
+    def propose(runner: ModelRunner, starts: Sequence[ChainStart]) -> list[list[int]]:
+        drafts = []
+        for s in starts:
+            prompt = by_slot[s.placement.slot].prompt_ids
+            done = s.start + len(s.next_ids) - len(prompt) + 1
+            right = answers[prompt][done : done + s.n_draft]
+            drafts.append([t if rng.random() < 0.7 else 7 for t in right] + [7] * (s.n_draft - len(right)))
+        return drafts
+
+    monkeypatch.setattr(engine_module, "propose", propose)
+    seen = harness(k).generate(batch)
+    assert texts(seen, batch) == texts(events, batch)
+    logprobs = [[lp for e in es if isinstance(e, Output) for lp in e.output.logprobs] for es in (events, seen)]
+    assert sorted(map(repr, logprobs[0])) == sorted(map(repr, logprobs[1]))
+    accepts = {e.output.n_accepted for e in seen if isinstance(e, Output) and e.output.n_proposed == k}
+    assert accepts == set(range(k + 1))
+
+
+def test_stops_cut_inside_an_accepted_run(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+    (r,) = requests([30])
+    answer = texts(harness(0).generate([r]), [r])[0]
+
+    def propose(runner: ModelRunner, starts: Sequence[ChainStart]) -> list[list[int]]:
+        return [answer[s.start + len(s.next_ids) - 30 + 1 :][: s.n_draft] for s in starts]
+
+    monkeypatch.setattr(engine_module, "propose", propose)
+    first = answer.index(answer[5])
+    (stopped,) = requests([30], stop_token_ids=(answer[5],))
+    assert texts(harness(5).generate([stopped]), [stopped])[0] == answer[: first + 1]
+    for max_tokens in (1, 2, 4, 7):
+        (short,) = requests([30], max_tokens=max_tokens)
+        assert texts(harness(5).generate([short]), [short])[0] == answer[:max_tokens]
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_a_handed_over_draft_goes_on_step_by_step(harness: Callable[..., Harness], cold: bool) -> None:
+    """From a prefill engine's own arena: the same tokens, and warm also the same accept counts, as the local run."""
+    (r,) = requests([150])
+    one = harness(3, cold=cold)
+    local = harness(3).generate([r])
+    where = Placement(7, (5, 4))
+    one.engine.submit(Prefill("room", r, where, room=1, epoch=1))
+    done = one.finish(["room"])[-1]
+    assert isinstance(done, PrefillFinished)
+    one.engine.submit(Resume("room", r, where, done.first))
+    events = one.finish(["room"])
+    assert tokens_of(events, "room") == tokens_of(local, r.request_id)
+    if not cold:
+        steps = [[e.output for e in part if isinstance(e, Output)] for part in (events, local)]
+        assert [(o.n_proposed, o.n_accepted) for o in steps[0]] == [(o.n_proposed, o.n_accepted) for o in steps[1]]
+
+
+def test_a_missing_draft_window_fails_by_name_instead_of_drafting_badly(harness: Callable[..., Harness]) -> None:
+    (r,) = requests([150])
+    one, where = harness(3), Placement(7, (5, 4))
+    one.engine.submit(Prefill("room", r, where, room=1, epoch=1))
+    done = one.finish(["room"])[-1]
+    assert isinstance(done, PrefillFinished)
+    one.arena.view("draft_swa")[7] = float("nan")
+    one.engine.submit(Resume("room", r, where, done.first))
+    failed = one.finish(["room"])[-1]
+    assert isinstance(failed, Failed)
+    assert failed.code == "non_finite_logits"
+
+
+def test_accepted_counts_the_leading_matches() -> None:
+    from server.engine.request import TokenLogprob
+
+    choices = [TokenLogprob(t, 0.0) for t in (5, 6, 7, 8)]
+    assert [accepted(choices, d) for d in ([5, 6, 7], [5, 6, 9], [1, 6, 7], [])] == [3, 2, 0, 0]
