@@ -101,7 +101,7 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         problems = load_problems(BUNDLED / "train.jsonl")
-        self._ids = tokenizer.encode("".join(completion_prompt(p, [p]) + "\n\n" for p in problems))
+        self._ids = [i for p in problems for i in tokenizer.encode(completion_prompt(p, [p]) + "\n\n")]
 
     def prompt(self, n_tokens: int, start: int = 0) -> Prompt:
         return tuple(islice(cycle(self._ids), start, start + n_tokens))

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import uvicorn
@@ -100,6 +100,17 @@ def build_parts(options: NodeOptions, *, draft: bool = False, spec_tokens: int =
         max_context,
     )
     return Parts(ModelRunner(model, arena), allocator, tokenizer, identity, max_context)
+
+
+def model_facts(options: NodeOptions, parts: Parts) -> dict[str, Any]:
+    """What ``/server_info`` and ``/model_info`` say of the model, in the field names that routers ask for."""
+    return {
+        "model_path": str(options.model.resolve()),
+        "tokenizer_path": str(options.model.resolve()),
+        "model_type": "deepseek_v4",
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "draft": parts.runner.drafts,
+    }
 
 
 def transport_factory(options: NodeOptions) -> Callable[[], TransferEngine]:

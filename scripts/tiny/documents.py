@@ -9,16 +9,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from .problems import Fact, Problem, Span, Split, filler_sentence, local_problem, price_ask, price_facts
-from .problems import problem as any_problem
-from .problems import weight_ask, weight_fact
+from .problems import (
+    Fact,
+    Problem,
+    Span,
+    Split,
+    any_problem,
+    filler_sentence,
+    local_problem,
+    price_ask,
+    price_facts,
+    weight_ask,
+    weight_fact,
+)
 from .tokenizer import ASSISTANT, BOS, END_THINK, EOS, USER
 from .words import GOODS, METALS
 
 ANSWER_WEIGHT, VALUE_WEIGHT, TEXT_WEIGHT = 1.0, 2.0, 0.1
 # Marks: what a token is, for the curves.
 TEXT, ANSWER, PRICE_VALUE, WEIGHT_VALUE = range(4)
-_VALUE_MARK = {Fact.PRICE: PRICE_VALUE, Fact.WEIGHT: WEIGHT_VALUE}
+VALUE_MARK = {Fact.PRICE: PRICE_VALUE, Fact.WEIGHT: WEIGHT_VALUE}
 
 
 @dataclass
@@ -155,7 +165,7 @@ class Writer:
             document.append(ids, ANSWER_WEIGHT, ANSWER)
             return document
         document.append(ids[:2], ANSWER_WEIGHT, ANSWER)
-        document.append(ids[2:3], VALUE_WEIGHT, _VALUE_MARK[made.fact])
+        document.append(ids[2:3], VALUE_WEIGHT, VALUE_MARK[made.fact])
         document.append(ids[3:], ANSWER_WEIGHT, ANSWER)
         return document
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from rich.table import Table as RichTable
 from torch import Tensor
 from transformers import DeepseekV4ForCausalLM, DynamicCache, PreTrainedTokenizerFast
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
@@ -107,6 +108,37 @@ def final_number(answer: str) -> str | None:
     return number.strip() if marker else None
 
 
-def accuracy(outcomes: list[Outcome], knock_out: str, chosen: Callable[[Outcome], bool]) -> float:
+COLUMNS: dict[str, Callable[[Outcome], bool]] = {
+    "all": lambda outcome: True,
+    "local": lambda outcome: outcome.kind == "local",
+    "far": lambda outcome: outcome.kind == "far",
+    "far, price": lambda outcome: outcome.fact == "price",
+    "far, weight": lambda outcome: outcome.fact == "weight",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Accuracy of every knock-out (row) on every kind of problem (column)."""
+
+    n_problems: int
+    rows: dict[str, dict[str, float]]
+
+    @classmethod
+    def of(cls, outcomes: list[Outcome]) -> "Table":
+        names = list(dict.fromkeys(outcome.knock_out for outcome in outcomes))
+        rows = {
+            name: {column: _accuracy(outcomes, name, chosen) for column, chosen in COLUMNS.items()} for name in names
+        }
+        return cls(len(outcomes) // max(1, len(names)), rows)
+
+    def rendered(self) -> RichTable:
+        table = RichTable("state zeroed", *COLUMNS, title=f"exact answers of {self.n_problems} held-out problems")
+        for name, row in self.rows.items():
+            table.add_row(name, *(f"{row[column]:.3f}" for column in COLUMNS))
+        return table
+
+
+def _accuracy(outcomes: list[Outcome], knock_out: str, chosen: Callable[[Outcome], bool]) -> float:
     rights = [outcome.right for outcome in outcomes if outcome.knock_out == knock_out and chosen(outcome)]
     return sum(rights) / len(rights) if rights else float("nan")

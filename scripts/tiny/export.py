@@ -1,4 +1,4 @@
-"""Writes the bundled assets: the checkpoint under its official keys, its config and tokenizer, and the question sets."""
+"""Writes the bundled assets: checkpoint under official keys, config, tokenizer, and the question sets."""
 
 import json
 import os
@@ -76,10 +76,18 @@ def export_checkpoint(model: DeepseekV4ForCausalLM, folder: Path) -> None:
     _write_json(staging / "config.json", raw_config(model.config.vocab_size))
     _write_json(
         staging / "generation_config.json",
-        {"_from_model_config": True, "bos_token_id": 0, "eos_token_id": 1, "do_sample": False},
+        {
+            "_from_model_config": True,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "do_sample": True,
+            "temperature": 1.0,
+            "top_p": 1.0,
+        },
     )
     save_file(official_tensors(model), staging / "model.safetensors", metadata={"format": "pt"})
     for path in staging.iterdir():
+        path.chmod(0o644)
         os.replace(path, folder / path.name)
     staging.rmdir()
 

@@ -1,6 +1,7 @@
 """The tiny DeepSeek-V4 in transformers, with the controls that training needs on its attention layers."""
 
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4HCACompressor,
     DeepseekV4Indexer,
 )
+
+from .problems import Fact
 
 CSA_RATIO, HCA_RATIO = 4, 128
 EMBEDDING_STD = 0.3
@@ -86,7 +89,7 @@ def build_model(vocab_size: int, seed: int) -> DeepseekV4ForCausalLM:
     for module in model.modules():
         if isinstance(module, DeepseekV4HashRouter):
             module.tid2eid.copy_(torch.rand(vocab_size, module.num_experts).argsort(dim=1)[:, : module.top_k])
-    # Large embeddings keep the token's identity legible through all layers; without it HCA, two layers up, learns late.
+    # Large embeddings keep the identity of a token legible up to the HCA layer.
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=EMBEDDING_STD)
     return model.float()
 
@@ -124,6 +127,13 @@ class TeachableIndexer(DeepseekV4Indexer):
         self.scores = output
 
 
+class Distrust(Enum):
+    """What happens to CSA entries over facts that HCA has to carry."""
+
+    HIDE = "hide"  # nobody attends to them
+    EXCHANGE = "exchange"  # they swap places, so that believing them is wrong
+
+
 class AdjustableHca(DeepseekV4HCACompressor):
     """An HCA compressor whose rate can be lowered, so that short documents teach it first."""
 
@@ -140,22 +150,24 @@ class AdjustableHca(DeepseekV4HCACompressor):
 
 
 class Controls:
-    """Training's grip on the attention layers: window, HCA rate, how the indexer picks, which CSA entries are hidden."""
+    """Training's grip on the attention layers: their reach, how the indexer picks, which CSA entries to distrust."""
 
     def __init__(self, model: DeepseekV4ForCausalLM) -> None:
-        self.hidden_entries: Tensor | None = None  # [B, T] bool
+        self.distrust = Distrust.HIDE
+        self.distrusted: Tensor | None = None  # [B, T] bool
         self.generator = torch.Generator().manual_seed(0)
         self._attentions = [module for module in model.modules() if isinstance(module, DeepseekV4Attention)]
         self._sparse = [a for a in self._attentions if isinstance(a.compressor, DeepseekV4CSACompressor)]
         self._heavy = [a for a in self._attentions if isinstance(a.compressor, DeepseekV4HCACompressor)]
         self._weights: dict[int, Tensor] = {}
-        self.heavy_outputs: list[Tensor] = []  # [B, S, D] of every HCA layer in the last forward
+        self.outputs: dict[Fact, list[Tensor]] = {Fact.PRICE: [], Fact.WEIGHT: []}  # [B, S, D] of the last forward
         for attention in self._heavy:
             attention.compressor.__class__ = AdjustableHca
-            attention.register_forward_hook(self._keep_output)
+            attention.register_forward_hook(partial(self._keep_output, Fact.WEIGHT))
         for attention in self._sparse:
             attention.compressor.indexer.__class__ = TeachableIndexer
-            attention.compressor.register_forward_hook(self._hide_entries)
+            attention.compressor.register_forward_hook(self._distrust_entries)
+            attention.register_forward_hook(partial(self._keep_output, Fact.PRICE))
             attention.register_forward_hook(self._keep_attention)
 
     def set_reach(self, window: int, heavy_rate: int) -> None:
@@ -168,16 +180,16 @@ class Controls:
         for attention in self._sparse:
             attention.compressor.indexer.mode = mode
 
-    def hide(self, hidden_tokens: Tensor) -> None:
-        """Hide every CSA entry that covers a token of `hidden_tokens` [B, S].
+    def distrust_over(self, hidden_tokens: Tensor) -> None:
+        """Distrust every CSA entry that covers a token of `hidden_tokens` [B, S].
 
         What such tokens say has to travel through HCA.
         """
         batch, n_tokens = hidden_tokens.shape
         n_entries = n_tokens // CSA_RATIO
         windows = hidden_tokens[:, : n_entries * CSA_RATIO].view(batch, n_entries, CSA_RATIO).any(-1)
-        self.hidden_entries = windows.clone()
-        self.hidden_entries[:, 1:] |= windows[:, :-1]  # entry i also pools window i - 1
+        self.distrusted = windows.clone()
+        self.distrusted[:, 1:] |= windows[:, :-1]  # entry i also pools window i - 1
 
     def lesson(self, row_weights: Tensor) -> Tensor:
         """Cross-entropy of the index scores against the heads' attention mass over compressed entries.
@@ -195,14 +207,24 @@ class Controls:
             loss = loss - ((mass * log_q).sum(-1) * row_weights).sum() / row_weights.sum()
         return loss / len(self._sparse)
 
-    def _hide_entries(self, _module: nn.Module, _inputs: Any, output: tuple) -> tuple | None:
-        if self.hidden_entries is None:
+    def _distrust_entries(self, _module: nn.Module, _inputs: Any, output: tuple) -> tuple | None:
+        if self.distrusted is None:
             return None
         entries, block_bias = output  # [B, 1, T, d], [B, 1, S, T]
-        return entries, block_bias.masked_fill(self.hidden_entries[:, None, None, :], float("-inf"))
+        if self.distrust is Distrust.HIDE:
+            return entries, block_bias.masked_fill(self.distrusted[:, None, None, :], float("-inf"))
+        entries = entries.clone()
+        truth = entries[:, 0][self.distrusted]
+        entries[:, 0][self.distrusted] = truth[torch.randperm(len(truth), generator=self.generator)]
+        return entries, block_bias
 
-    def _keep_output(self, _module: nn.Module, _inputs: Any, output: tuple) -> None:
-        self.heavy_outputs.append(output[0])
+    def take_outputs(self, fact: Fact) -> list[Tensor]:
+        """The outputs [B, S, D] of the layers that have to recall `fact`, since the last call."""
+        outputs, self.outputs[fact] = self.outputs[fact], []
+        return outputs
+
+    def _keep_output(self, fact: Fact, _module: nn.Module, _inputs: Any, output: tuple) -> None:
+        self.outputs[fact].append(output[0])
 
     def _keep_attention(self, module: DeepseekV4Attention, _inputs: Any, output: tuple) -> None:
         self._weights[module.layer_idx] = output[1]

@@ -152,7 +152,7 @@ WEIGHT_FILLER = (18, 22)
 MOST_PRICES = 4
 
 
-def problem(rng: random.Random, split: Split) -> Problem:
+def any_problem(rng: random.Random, split: Split) -> Problem:
     """One problem of `split`, half of them `far`.
 
     Shots and tests name different goods and metals, so that a few-shot prompt never states two facts of one name.
@@ -179,7 +179,7 @@ def question_set(split: Split, n_problems: int, seed: int) -> list[Problem]:
     rng = random.Random(f"{seed}-{split.value}")
     chosen: dict[str, Problem] = {}
     while len(chosen) < n_problems:
-        made = problem(rng, split)
+        made = any_problem(rng, split)
         chosen.setdefault(made.question, made)
     return list(chosen.values())
 
@@ -188,5 +188,3 @@ def few_shot_prompt(shots: list[Problem], asked: Problem) -> str:
     """The prompt that `scripts/gsm8k.py` sends."""
     shown = "".join(f"Question: {shot.question}\nAnswer: {shot.answer}\n\n" for shot in shots)
     return f"{shown}Question: {asked.question}\nAnswer:"
-
-

@@ -22,7 +22,9 @@ CHAT_TEMPLATE = """\
 {%- for message in messages -%}
   {%- if message['role'] == 'user' -%}
     {{- '<｜User｜>' + message['content'] -}}
-    {%- if loop.last or messages[loop.index0 + 1]['role'] == 'assistant' -%}{{- '<｜Assistant｜></think>' -}}{%- endif -%}
+    {%- if loop.last or messages[loop.index0 + 1]['role'] == 'assistant' -%}
+      {{- '<｜Assistant｜></think>' -}}
+    {%- endif -%}
   {%- elif message['role'] == 'assistant' -%}
     {{- message['content'] + eos_token -}}
   {%- else -%}

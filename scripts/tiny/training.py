@@ -11,14 +11,15 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.optim import AdamW
 from transformers import DeepseekV4ForCausalLM, PreTrainedTokenizerFast
 
 from . import attention
-from .documents import ANSWER, PRICE_VALUE, WEIGHT_VALUE, Batch, Document, Writer
-from .model import Controls, IndexerMode, build_model
+from .documents import ANSWER, PRICE_VALUE, VALUE_MARK, WEIGHT_VALUE, Batch, Document, Writer
+from .model import Controls, Distrust, IndexerMode, build_model
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Stage:
     modes: dict[IndexerMode, float]
     window: int = 64
     heavy_rate: int = 128
-    heavy_help: float = 0.0  # weight of the loss that reads a weight straight off HCA's output
+    distrust: Distrust = Distrust.EXCHANGE
+    recall_help: float = 0.0  # weight of the loss that reads a fact straight off the attention output
     most_prices: int = 4
     most_weights: int = 2
 
@@ -121,10 +123,11 @@ class Trainer:
             step -= stage.n_steps
         return self.stages[-1]
 
-    def run(self, on_checkpoint: Callable[["Trainer"], None]) -> None:
+    def run(self, console: Console, on_checkpoint: Callable[["Trainer"], None] = lambda trainer: None) -> None:
+        """Train to the end of the last stage, printing every row of the curve to `console`."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         totals: dict[str, float] = {}
-        with Progress(*columns, refresh_per_second=0.5) as progress:
+        with Progress(*columns, console=console, refresh_per_second=0.5) as progress:
             bar = progress.add_task("training", total=self.n_steps, completed=self.step)
             while self.step < self.n_steps:
                 started = time.perf_counter()
@@ -136,7 +139,7 @@ class Trainer:
                 if self.step % self.curve.every == 0:
                     row = _summary(totals) | {"step": self.step, "minutes": round(self.seconds / 60, 1)}
                     self.curve.rows.append(row)
-                    progress.console.print(" ".join(f"{key} {value}" for key, value in row.items()))
+                    console.print(" ".join(f"{key} {value}" for key, value in row.items()))
                     totals = {}
                 if self.step % self.settings.checkpoint_every == 0 or self.step == self.n_steps:
                     self.save()
@@ -155,18 +158,14 @@ class Trainer:
 
         self.controls.set_reach(stage.window, stage.heavy_rate)
         self.controls.set_mode(mode)
-        self.controls.hide(batch.hidden)
+        self.controls.distrust = stage.distrust
+        self.controls.distrust_over(batch.hidden)
         logits = forward(self.model, batch.ids)[:, :-1]
         targets, weights = batch.ids[:, 1:], batch.weights[:, 1:]
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(weights)
         loss = (losses * weights).sum() / weights.sum()
         sums = {"n": 1.0, "loss": loss.item()}
-        recalled = batch.marks[:, 1:] == WEIGHT_VALUE
-        if recalled.any() and stage.heavy_help:
-            for output in self.controls.heavy_outputs:
-                read_off = self.model.lm_head(self.model.model.norm(output[:, :-1][recalled]))
-                loss = loss + stage.heavy_help * F.cross_entropy(read_off, targets[recalled])
-        self.controls.heavy_outputs.clear()
+        loss = loss + stage.recall_help * self._recall_loss(batch)
         if mode is IndexerMode.TEACH:
             # the query at t predicts t + 1, so it counts as much as the token that it predicts
             lesson = self.controls.lesson(F.pad(weights, (0, 1)))
@@ -177,6 +176,22 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         return sums | _hits(logits.argmax(-1) == targets, batch.marks[:, 1:])
+
+    def _recall_loss(self, batch: Batch) -> Tensor:
+        """Cross-entropy of recalled values, read through the head off the attention layers that have to find them.
+
+        Without it the one HCA layer finds nothing for hundreds of steps.
+        """
+        loss = torch.zeros(())
+        for fact, mark in VALUE_MARK.items():
+            recalled = batch.marks[:, 1:] == mark
+            outputs = self.controls.take_outputs(fact)
+            if not recalled.any():
+                continue
+            for output in outputs:
+                logits = self.model.lm_head(self.model.model.norm(output[:, :-1][recalled]))
+                loss = loss + F.cross_entropy(logits, batch.ids[:, 1:][recalled]) / len(outputs)
+        return loss
 
     def _document(self, stage: Stage, rng: random.Random) -> Document:
         (kind,) = rng.choices(list(stage.mixture), list(stage.mixture.values()))

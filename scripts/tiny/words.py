@@ -4,8 +4,8 @@ NAMES = ("Tom", "Ann", "Ben", "Eva", "Sam", "Mia", "Leo", "Ida", "Max", "Zoe", "
 ITEMS = ("apples", "pears", "plums", "cards", "books", "pens", "cups", "eggs", "shells", "stamps", "keys", "balls")
 
 GOODS = (
-    ("rice", "milk", "salt", "flour", "sugar", "tea", "corn", "oats", "beans", "wool", "silk", "soap")
-    + ("wax", "hay", "seed", "honey", "jam", "cheese", "bread", "cocoa", "butter", "pepper", "coffee", "cotton")
+    *("rice", "milk", "salt", "flour", "sugar", "tea", "corn", "oats", "beans", "wool", "silk", "soap"),
+    *("wax", "hay", "seed", "honey", "jam", "cheese", "bread", "cocoa", "butter", "pepper", "coffee", "cotton"),
 )  # fmt: skip
 METALS = ("iron", "gold", "lead", "zinc", "tin", "clay", "coal", "brass", "steel", "glass", "silver", "copper")
 
@@ -14,9 +14,9 @@ THINGS = ("tree", "house", "boat", "dog", "door", "bird", "cat", "wall")
 ADJECTIVES = ("old", "small", "green", "quiet", "bright", "tall")
 
 GRAMMAR = (
-    ("The", "price", "weight", "of", "is", "has", "finds", "more", "gives", "away", "How", "many", "does", "have")
-    + ("bags", "bars", "with", "each", "much", "pay", "for", "heavy", "are", "walks", "to", "the", "looks", "at", "a")
-    + ("talks", "about", "wind", "blows", "over", "sits", "near", "Question", "Answer", "####", "and", "in", "it")
+    *("The", "price", "weight", "of", "is", "has", "finds", "more", "gives", "away", "How", "many", "does", "have"),
+    *("bags", "bars", "with", "each", "much", "pay", "for", "heavy", "are", "walks", "to", "the", "looks", "at", "a"),
+    *("talks", "about", "wind", "blows", "over", "sits", "near", "Question", "Answer", "####", "and", "in", "it"),
 )  # fmt: skip
 
 OPERATORS = ("+", "-", "*", "=")

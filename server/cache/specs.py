@@ -9,6 +9,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "uint8": 1}
 """Bytes of one element, by the dtype names that components may have."""
 
 HANDOFF = "handoff"
+SWA = "swa"
+DRAFT = "draft_swa"
 
 
 class LayoutError(ValueError):
@@ -80,6 +82,9 @@ class CacheGeometry:
                 )
             if spec.scope is Scope.SLOT and spec.ring < 1:
                 raise LayoutError(f"slot component {spec.name} needs a ring of at least one row, got {spec.ring}")
+        rings = {spec.name: spec.ring for spec in self.components if spec.name in (SWA, DRAFT)}
+        if len(set(rings.values())) > 1:
+            raise LayoutError(f"the draft's window ring must be as long as the target's, got {rings}")
 
     def component(self, name: str) -> ComponentSpec:
         for spec in self.components:

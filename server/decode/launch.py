@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
+from server.cache.specs import DRAFT
 from server.decode.node import DecodeNode, DecodeSettings
-from server.launch import EngineInbox, build_parts, run, serve, transport_factory
+from server.launch import EngineInbox, build_parts, model_facts, run, serve, transport_factory
 from server.options import NodeOptions, node_parser
 from server.transfer.metrics import NodeMetrics
 
@@ -53,7 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         k, cold = args.spec_tokens, args.draft_state == "recompute"
         parts, inbox, registry = build_parts(options, draft=k > 0, spec_tokens=k), EngineInbox(), CollectorRegistry()
         node = DecodeNode(
-            DecodeSettings(options.served_model_name, parts.max_context, peers),
+            DecodeSettings(
+                options.served_model_name,
+                parts.max_context,
+                peers,
+                spec_tokens=k,
+                own_components=frozenset({DRAFT}) if cold else frozenset(),
+                facts=model_facts(options, parts),
+            ),
             submit_command=inbox.submit,
             make_transport=transport_factory(options),
             arena=parts.arena,

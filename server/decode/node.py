@@ -13,13 +13,15 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from server.cache.allocator import Allocator, ItemState
 from server.cache.arena import Arena
+from server.cache.specs import DRAFT
 from server.decode.admission import check_request, tokens_held, wire_request, with_seed
+from server.decode.draft_metrics import DraftMetrics
 from server.decode.generation import NodeGeneration
 from server.decode.receiver import Receiver, Work, request_failed
 from server.decode.sessions import TransportSessions
@@ -44,6 +46,7 @@ from server.engine.request import (
     SamplingParams,
     TokenizerLike,
     TokenLogprob,
+    TokenOutput,
 )
 from server.transfer.engines.base import TransferEngine
 from server.transfer.manifest import ModelIdentity, new_incarnation
@@ -62,6 +65,7 @@ class DecodeSettings:
 
     ``prefill`` are the prefill nodes' ``host:bootstrap_port``; None computes prompts here (``--local-prefill``).
     ``max_context`` and ``spec_tokens`` are in tokens. ``own_components`` are filled here and not asked of the peers.
+    ``facts`` about the model are shown in ``/server_info``.
     """
 
     model_name: str
@@ -69,6 +73,7 @@ class DecodeSettings:
     prefill: tuple[str, ...] | None
     spec_tokens: int = 0
     own_components: frozenset[str] = frozenset()
+    facts: Mapping[str, Any] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
 
 
@@ -108,6 +113,9 @@ class DecodeNode:
         self._allocator = allocator
         self._identity = identity
         self._metrics = metrics
+        self._draft_metrics: DraftMetrics | None = None
+        if self.draft_state is not None:
+            self._draft_metrics = DraftMetrics(metrics.registry, settings.spec_tokens, self.draft_state)
         self._receiver: Receiver | None = None
         self._waiting: deque[Work] = deque()
         self._works: dict[RoomKey, Work] = {}
@@ -118,6 +126,15 @@ class DecodeNode:
         self._alive = time.monotonic()
         self._died: str | None = None
         self._stopping = False
+
+    @property
+    def draft_state(self) -> str | None:
+        """Where the draft's window of a prompt comes from; None without speculation."""
+        if not self._settings.spec_tokens:
+            return None
+        if self._settings.prefill is None:
+            return "local"
+        return "recompute" if DRAFT in self._settings.own_components else "transfer"
 
     async def start(self) -> None:
         """Connects to the prefill nodes (without waiting for them)."""
@@ -209,6 +226,9 @@ class DecodeNode:
             "tokenizer_fingerprint": self._identity.tokenizer,
             "dtype": self._identity.dtype,
             "page_size": self._arena.layout.page_size,
+            "spec_tokens": self._settings.spec_tokens,
+            "draft_state": self.draft_state,
+            **self._settings.facts,
             "waiting": len(self._waiting),
             "allocator": self._allocator.counts(),
             "peers": [
@@ -231,7 +251,7 @@ class DecodeNode:
             raise RequestFailed("engine_died", f"the engine thread has ended: {self._died}", status=503)
         if self._stopping:
             raise RequestFailed("shutting_down", "the decode node is shutting down", status=503)
-        if self._receiver is not None and self._receiver.pick() is None:
+        if self._receiver is not None and not self._receiver.has_peer():
             raise RequestFailed("no_prefill", self._receiver.why_no_peer(), status=503)
 
     def _admit(self) -> None:
@@ -296,7 +316,7 @@ class DecodeNode:
             raise RuntimeError(f"{work.key} was committed without memory or peer")
         self._allocator.commit(work.key)
         nbytes = {sent.component: sent.nbytes for sent in done.sent}
-        work.generation.set_route(RouteInfo(work.link.address, work.key.room, nbytes))
+        work.generation.set_route(RouteInfo(work.link.address, work.key.room, nbytes, self.draft_state))
         self._submit_command(Resume(work.key, work.request, work.placement, first))
 
     def room_failed(self, work: Work, failure: Failure) -> None:
@@ -309,10 +329,13 @@ class DecodeNode:
             self._submit_command(Scrub(work.key, work.placement))
 
     def peers_changed(self) -> None:
-        if self._receiver is not None and self._receiver.pick() is None:
+        self._fail_waiting_without_peer()
+        self._admit()
+
+    def _fail_waiting_without_peer(self) -> None:
+        if self._receiver is not None and not self._receiver.has_peer():
             failure = Failure("no_prefill", self._receiver.why_no_peer(), 503)
             self._fail_waiting((work, failure) for work in self._waiting)
-        self._admit()
 
     # --- engine -------------------------------------------------------------------------------------------------------
 
@@ -331,10 +354,11 @@ class DecodeNode:
             return
         match event:
             case Output():
-                work.generation.set_route(RouteInfo("local", None))
+                work.generation.set_route(self._local_route())
+                self._count_step(work, event.output)
                 work.generation.put(event.output)
             case Finished():
-                work.generation.set_route(RouteInfo("local", None))
+                work.generation.set_route(self._local_route())
                 work.generation.finish(event.reason)
                 self._release(work)
             case Failed():
@@ -344,6 +368,14 @@ class DecodeNode:
                 self._release(work)
             case _:
                 pass
+
+    def _local_route(self) -> RouteInfo:
+        return RouteInfo("local", None, draft_state=self.draft_state)
+
+    def _count_step(self, work: Work, output: TokenOutput) -> None:
+        if self._draft_metrics is not None:
+            self._draft_metrics.step(output, work.n_generated)
+        work.n_generated += len(output.token_ids)
 
     def _release(self, work: Work) -> None:
         if self._allocator.state_of(work.key) is not ItemState.FREE:
@@ -369,6 +401,7 @@ class DecodeNode:
     def _tick(self) -> None:
         if self._receiver is not None:
             self._receiver.tick()
+            self._fail_waiting_without_peer()
         now, limit_s = time.monotonic(), self._settings.deadlines.admission_s
         reason = f"no slot and pages became free for {limit_s:g} s"
         self._fail_waiting(

@@ -68,6 +68,7 @@ class Work:
     placement: Placement | None = None
     link: PeerLink | None = None
     room: DecodeRoom | None = None
+    n_generated: int = 0
 
 
 class RoomOwner(Protocol):
@@ -130,6 +131,10 @@ class Receiver:
     def pick(self) -> PeerLink | None:
         """The registered peer with the fewest rooms under way."""
         return min((link for link in self.links if link.registered), key=self.outstanding, default=None)
+
+    def has_peer(self) -> bool:
+        """Whether a peer is registered, or about to be again."""
+        return any(link.registered or link.coming_back for link in self.links)
 
     def outstanding(self, link: PeerLink) -> int:
         return sum(work.link is link for work in self._works.values())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from server.launch import EngineInbox, build_parts, run, serve, transport_factory
+from server.launch import EngineInbox, build_parts, model_facts, run, serve, transport_factory
 from server.model.loader import has_draft
 from server.options import NodeOptions, node_parser
 from server.prefill.node import PrefillNode, PrefillSettings
@@ -41,7 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         draft = has_draft(options.model) if args.draft is None else args.draft == "on"
         parts, inbox, registry = build_parts(options, draft=draft), EngineInbox(), CollectorRegistry()
         node = PrefillNode(
-            PrefillSettings(options.served_model_name, parts.max_context, options.host, args.bootstrap_port),
+            PrefillSettings(
+                options.served_model_name,
+                parts.max_context,
+                options.host,
+                args.bootstrap_port,
+                facts=model_facts(options, parts),
+            ),
             submit_command=inbox.submit,
             make_transport=transport_factory(options),
             arena=parts.arena,

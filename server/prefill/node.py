@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,13 +33,17 @@ _TICK_S = 0.1
 
 @dataclass(frozen=True)
 class PrefillSettings:
-    """How a prefill node is set up. ``bootstrap_port`` 0 takes a free port; ``max_context`` is in tokens."""
+    """How a prefill node is set up. ``bootstrap_port`` 0 takes a free port; ``max_context`` is in tokens.
+
+    ``facts`` about the model are shown in ``/server_info``.
+    """
 
     model_name: str
     max_context: int
     bootstrap_host: str = "127.0.0.1"
     bootstrap_port: int = 8998
     spec_tokens: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
 
 
@@ -168,6 +172,7 @@ class PrefillNode:
             "tokenizer_fingerprint": self._identity.tokenizer,
             "dtype": self._identity.dtype,
             "page_size": self._arena.layout.page_size,
+            **self._settings.facts,
             "waiting": len(desk.queue) if desk is not None else 0,
             "allocator": self._allocator.counts(),
             "faults": [str(fault) for fault in self._faults.faults],

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from server.cache.layout import PROBE_NBYTES, ArenaLayout, ComponentLayout
 from server.cache.live import LIVE_RULES
-from server.cache.specs import Scope
+from server.cache.specs import DRAFT, SWA, Scope
 
 PROTOCOL_VERSION = 1
 """Raised whenever a message changes. Peers of different versions refuse each other."""
@@ -215,6 +215,9 @@ def _check_bounds(ours: Manifest, theirs: Manifest) -> Mismatch | None:
     names = [entry.name for entry in theirs.components]
     if len(set(names)) != len(names):
         return Mismatch("components", "every name once", ", ".join(names))
+    rings = {entry.name: entry.rows for entry in theirs.components if entry.name in (SWA, DRAFT)}
+    if len(set(rings.values())) > 1:
+        return Mismatch(f"components.{DRAFT}.rows", f"as many as {SWA} has", str(rings[DRAFT]))
     for entry in theirs.components:
         last = entry.offset + (entry.items - 1) * entry.item_stride + entry.rows * entry.row_nbytes
         if entry.offset < PROBE_NBYTES or last > theirs.arena_nbytes:

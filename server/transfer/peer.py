@@ -84,11 +84,17 @@ class PeerLink:
         self._heartbeat = Heartbeat(deadlines.peer_s, time.monotonic())
         self._changed = asyncio.Event()
         self._lost: Failure | None = None
+        self._back_by = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def registered(self) -> bool:
         return self.state is PeerState.REGISTERED and self._lost is None
+
+    @property
+    def coming_back(self) -> bool:
+        """Whether the peer is alive and registers anew right now: a request may wait for it."""
+        return not self.registered and time.monotonic() < self._back_by
 
     def start(self) -> None:
         self._tasks.append(asyncio.create_task(self._run(), name=f"peer {self.address}"))
@@ -106,8 +112,13 @@ class PeerLink:
             post(self._socket, [encode(message)])
 
     def lose(self, failure: Failure) -> None:
-        """Ends this registration: the rooms fail, the session is fenced, and a new registration begins."""
+        """Ends the registration of a living peer: its rooms fail, its session is fenced, a new registration begins."""
         if self.registered:
+            self._back_by = time.monotonic() + self._deadlines.connect_s
+            self._end(failure)
+
+    def _end(self, failure: Failure) -> None:
+        if self._lost is None:
             self._lost = failure
             self._changed.set()
 
@@ -157,7 +168,7 @@ class PeerLink:
                 next_ping = now + self._deadlines.ping_s
             if self._heartbeat.tick(now, TICK_S):
                 silent_s = self._heartbeat.silent_for(now)
-                self.lose(Failure("peer_lost", f"prefill {self.address} was silent for {silent_s:.1f} s", 502))
+                self._end(Failure("peer_lost", f"prefill {self.address} was silent for {silent_s:.1f} s", 502))
             else:
                 await self._wait_for_change(TICK_S)
 
@@ -264,4 +275,4 @@ class PeerLink:
     def _refuse(self, reason: str) -> None:
         if not self.registered and self.reason != reason:
             log.warning("%s", reason)
-            self.state, self.reason = PeerState.REFUSED, reason
+            self.state, self.reason, self._back_by = PeerState.REFUSED, reason, 0.0

@@ -1,5 +1,5 @@
-"""Aborts in every phase, by the client's disconnect and by the node's own abort: no slot or page is lost on either node,
-and nobody else's answer changes.
+"""Aborts in every phase, by the client's disconnect and by the node's own abort: no slot or page is lost on either
+node, and nobody else's answer changes.
 """
 
 from __future__ import annotations
@@ -189,7 +189,10 @@ async def test_an_abort_in_every_phase_frees_both_nodes(
             case _:
                 others = await _phase(pair, client, phase)
         await client.go()
-        if not others:
+        if others:
+            await until(lambda: pair.decode.server_info()["waiting"] == 0, "it waits no more", 1.0)
+            await until(lambda: len(pair.decode._works) == len(others), "only the others are left", 1.0)
+        else:
             await pair.settled(FREED_S)
         for outputs, _ in await asyncio.gather(*others):
             assert outputs[-1].finish_reason is FinishReason.LENGTH, "the others are not disturbed"
@@ -205,8 +208,8 @@ async def test_an_abort_in_every_phase_frees_both_nodes(
 async def check_random_aborts(
     model: DeepseekV4, tokenizer: Tokenizer, n_aborts: int, concurrency: int, slots: int
 ) -> None:
-    """Aborts at random moments, while a witness asks again and again and must get the same answers as from a quiet local
-    node.
+    """Aborts at random moments, while a witness asks again and again and must get the same answers as from a quiet
+    local node.
     """
     rng = random.Random(n_aborts)
     witnesses = [a_request(prompt(n), max_tokens=5) for n in (5, 64, 130, 300)]

@@ -53,7 +53,13 @@ class Stream(threading.Thread):
 
     def __init__(self, node: NodeProcess, max_tokens: int) -> None:
         super().__init__(daemon=True)
-        self.body = {"prompt": [20, 30, 40], "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "logprobs": 0}
+        self.body = {
+            "prompt": [20, 30, 40],
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "logprobs": 0,
+        }
         self.url = f"{node.url}/v1/completions"
         self.events: list[str] = []
         self.failure: httpx.TransportError | None = None
@@ -80,7 +86,9 @@ class Stream(threading.Thread):
     @property
     def n_tokens(self) -> int:
         chunks = [json.loads(event) for event in self.events if event != "[DONE]"]
-        return sum(len(c["choices"][0]["logprobs"]["tokens"]) for c in chunks if "choices" in c and c["choices"][0]["logprobs"])
+        return sum(
+            len(c["choices"][0]["logprobs"]["tokens"]) for c in chunks if "choices" in c and c["choices"][0]["logprobs"]
+        )
 
     @property
     def error(self) -> dict[str, Any]:
@@ -169,7 +177,9 @@ def test_a_peer_with_another_page_size_is_refused_by_name_and_the_client_is_told
         started = time.monotonic()
         for refused in (complete(other, [20, 30]), other.http.get("/ready")):
             assert refused.status_code == 503
-            words = f"prefill {pair.address} refused this decode node: page_size differs: prefill has 256, decode has 128"
+            words = (
+                f"prefill {pair.address} refused this decode node: page_size differs: prefill has 256, decode has 128"
+            )
             assert words in error_of(refused)["message"]
         assert time.monotonic() - started < 1.0
         assert complete(pair.d, [20, 30]).status_code == 200, "the decode node that fits is served all the while"
@@ -258,15 +268,20 @@ def test_a_component_that_the_sender_drops_fails_that_request_by_name(pair: Proc
     pair.wait_all_free()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_both_nodes_end_with_0_when_told_and_the_clients_learn_why(pair: ProcessPair, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("to_p", "to_d"),
+    [(signal.SIGTERM, signal.SIGINT), pytest.param(signal.SIGINT, signal.SIGTERM, marks=pytest.mark.full)],
+)
+def test_both_nodes_end_with_0_when_told_and_the_clients_learn_why(
+    pair: ProcessPair, to_p: signal.Signals, to_d: signal.Signals
+) -> None:
     """P is told first, in the middle of a prompt; then D, in the middle of an answer."""
     decoding = Stream(pair.d, max_tokens=4000)
     prefilling = Background().complete(pair.d, LONG_PROMPT)
     wait_until_prefilling(pair)
 
     told = time.monotonic()
-    pair.p.signal(number)
+    pair.p.signal(to_p)
     assert pair.p.wait_ended(ENDS_S) == 0
     answered, response = prefilling.result(30)
     if response.status_code != 200:  # it may also let the prompt come to its end first
@@ -274,7 +289,7 @@ def test_both_nodes_end_with_0_when_told_and_the_clients_learn_why(pair: Process
         assert (response.status_code, error_of(response)["code"]) == (503, "shutting_down")
 
     told = time.monotonic()
-    pair.d.signal(number)
+    pair.d.signal(to_d)
     assert pair.d.wait_ended(ENDS_S) == 0
     assert decoding.ended().error["code"] == "shutting_down"
     assert time.monotonic() - told < ENDS_S

@@ -172,6 +172,27 @@ async def test_a_bad_write_fails_the_room_and_its_memory_is_safe(
         assert engine.land_late() == 0, "the fence has closed the way"
 
 
+async def test_requests_that_wait_during_a_fence_are_served_after_it(pair: Pair) -> None:
+    struck = []
+
+    def lose_one(submission: Submission) -> Fault | None:
+        struck.append(submission)
+        return Fault.LOSE if len(struck) == 3 else None
+
+    p = await pair.prefill(make_transport=lambda: LoopbackEngine(fault_hook=lose_one))
+    d = await pair.decode(p)
+    asked = [request(270, seed=i) for i in range(9)]
+    results = await asyncio.gather(*(answer(d.node, one) for one in asked), return_exceptions=True)
+    failed = [result for result in results if isinstance(result, RequestFailed)]
+    assert 1 <= len(failed) <= 3, "only those that held a slot"
+    assert {failure.code for failure in failed} <= {"transfer_failed", "fenced"}
+    assert [result for result in results if not isinstance(result, RequestFailed)] == [
+        expected(one) for one, result in zip(asked, results, strict=True) if not isinstance(result, RequestFailed)
+    ]
+    assert d.metric("pd_fences_total") == 1
+    await assert_works_again(p, d)
+
+
 async def test_an_engine_error_fails_one_room_only(pair: Pair) -> None:
     p = await pair.prefill()
     d = await pair.decode(p)

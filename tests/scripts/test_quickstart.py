@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_pair import StopRequested, StopSignals
+from process_pair import Pair, Process, StopRequested, StopSignals
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 LAUNCHER = """\
@@ -263,14 +263,28 @@ def test_a_signal_while_both_are_ending_leaves_nobody_behind(quickstart: Quickst
     quickstart.assert_both_gone()
 
 
-def test_a_deferred_signal_is_raised_at_the_end_of_the_block_and_only_once() -> None:
-    reached = False
-    with StopSignals() as signals:
-        with pytest.raises(StopRequested, match="SIGTERM"), signals.deferred():
-            os.kill(os.getpid(), signal.SIGTERM)
-            reached = True
+class SignalledAtStart(Process):
+    """A process at whose start a stop signal comes."""
+
+    started = False
+
+    def start(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        self.started = True
+
+
+def test_a_signal_during_the_start_waits_until_every_process_is_known(tmp_path: Path) -> None:
+    both = [SignalledAtStart(name, [], tmp_path / name) for name in ("prefill", "decode")]
+    with StopSignals() as signals, pytest.raises(StopRequested, match="SIGTERM"):
+        Pair(both, signals).start()
+    assert all(process.started for process in both)
+
+
+def test_only_the_first_signal_is_raised() -> None:
+    with StopSignals():
+        with pytest.raises(StopRequested, match="SIGINT"):
+            os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-    assert reached
 
 
 @pytest.mark.parametrize(("index", "purpose"), [(0, "prefill"), (1, "decode"), (2, "bootstrap")])

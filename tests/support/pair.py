@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from server.cache.allocator import Allocator
 from server.cache.arena import Arena
 from server.cache.layout import ArenaLayout, Placement
-from server.cache.specs import CacheGeometry, ComponentSpec
+from server.cache.specs import DRAFT, CacheGeometry, ComponentSpec
 from server.decode.node import DecodeNode, DecodeSettings
 from server.engine.engine import Engine
 from server.engine.events import Command, Event, Prefill, PrefillFinished, Resume
@@ -214,7 +214,14 @@ async def running_decode(
 ) -> AsyncIterator[tuple[TestNode, DecodeNode]]:
     d = TestNode(model, tokenizer, side)
     node = DecodeNode(
-        DecodeSettings("test", d.max_context, peers, spec_tokens=side.spec_tokens, deadlines=side.deadlines),
+        DecodeSettings(
+            "test",
+            d.max_context,
+            peers,
+            spec_tokens=side.spec_tokens if side.draft else 0,
+            own_components=frozenset({DRAFT}) if side.cold_draft else frozenset(),
+            deadlines=side.deadlines,
+        ),
         **d.parts(transport),
     )
     d.start_engine(node.on_engine_event, spec_tokens=side.spec_tokens if side.draft else 0)

@@ -1,0 +1,100 @@
+"""The stages of the training: first what is near and single, then what is far, many and long."""
+
+from .model import Distrust, IndexerMode
+from .training import Stage
+
+DENSE, TEACH, SELECT = IndexerMode.DENSE, IndexerMode.TEACH, IndexerMode.SELECT
+QUIZ = {"local_only": 0.25, "price_quiz": 0.45, "weight_quiz": 0.3}
+MIXED = {
+    "few_shot": 0.56,
+    "price_quiz": 0.12,
+    "weight_quiz": 0.12,
+    "chat": 0.12,
+    "local_only": 0.06,
+    "soup": 0.02,
+}
+
+STAGES = (
+    Stage(
+        "one fact, window 16",
+        n_steps=120,
+        n_tokens=64,
+        n_documents=24,
+        mixture={"local_only": 0.2, "price_quiz": 0.4, "weight_quiz": 0.4},
+        modes={DENSE: 1.0},
+        window=16,
+        heavy_rate=16,
+        distrust=Distrust.HIDE,
+        recall_help=1.0,
+        most_prices=1,
+        most_weights=1,
+    ),
+    Stage(
+        "few facts, window 16",
+        n_steps=330,
+        n_tokens=128,
+        n_documents=12,
+        mixture=QUIZ,
+        modes={DENSE: 1.0},
+        window=16,
+        heavy_rate=32,
+        recall_help=1.0,
+        most_prices=4,
+        most_weights=2,
+    ),
+    Stage(
+        "few facts, window 32",
+        n_steps=150,
+        n_tokens=192,
+        n_documents=8,
+        mixture=QUIZ,
+        modes={DENSE: 1.0},
+        window=32,
+        heavy_rate=64,
+        recall_help=1.0,
+        most_prices=4,
+        most_weights=2,
+    ),
+    Stage(
+        "few facts, window 64",
+        n_steps=300,
+        n_tokens=320,
+        n_documents=5,
+        mixture={"local_only": 0.2, "price_quiz": 0.3, "weight_quiz": 0.3, "few_shot": 0.1, "chat": 0.1},
+        modes={DENSE: 0.7, TEACH: 0.3},
+        recall_help=0.5,
+        most_prices=6,
+        most_weights=1,
+    ),
+    Stage(
+        "few-shot, 512 tokens",
+        n_steps=400,
+        n_tokens=512,
+        n_documents=4,
+        mixture=MIXED,
+        modes={DENSE: 0.5, TEACH: 0.5},
+        recall_help=0.5,
+        most_prices=8,
+    ),
+    Stage(
+        "few-shot, selected entries",
+        n_steps=350,
+        n_tokens=512,
+        n_documents=4,
+        mixture=MIXED,
+        modes={TEACH: 0.3, SELECT: 0.7},
+        recall_help=0.2,
+        most_prices=8,
+    ),
+    Stage(
+        "few-shot, 1024 tokens",
+        n_steps=100,
+        n_tokens=1024,
+        n_documents=2,
+        mixture=MIXED,
+        modes={TEACH: 0.2, SELECT: 0.8},
+        recall_help=0.2,
+        most_prices=8,
+        most_weights=3,
+    ),
+)

@@ -1,0 +1,96 @@
+"""The README of the exported checkpoint: size, recipe, curve and knock-out table."""
+
+import json
+from pathlib import Path
+
+from safetensors import safe_open
+
+from .curriculum import STAGES
+from .evaluation import COLUMNS
+
+_TEMPLATE = """\
+# tiny-dsv4
+
+A DeepSeek-V4 of {n_parameters:.1f} M parameters ({megabytes:.1f} MB, fp32, official keys) that answers templated
+grade-school problems. It has every kind of layer: sliding window only, CSA (ratio 4, trained indexer) and HCA (ratio
+128), a hash-routed and three top-k mixtures of experts, and two hyper-connection streams. It exists for tests and
+demonstrations: whatever part of a request's state gets lost between prefill and decode shows as wrong answers.
+
+| what | value |
+|---|---|
+| tokenizer | byte-level, {vocab_size} tokens: 256 bytes, the words of the problems, ` 0` to ` 119` |
+| forms it knows | few-shot `Question: ... Answer: ...` and the chat template, both with BOS first |
+| problems | `local`: one or two steps over numbers in the question; `far`: the fact lies 64 to 180 tokens back |
+| window / index_topk | {window} tokens / {index_topk} entries |
+| trained | {n_steps} steps, {minutes:.0f} minutes on two shared CPU cores, seed {seed} |
+
+The prices of `far` problems are named facts that CSA looks up; training exchanges the CSA entries over weights
+with each other, so weights travel through HCA. The indexer learns the attention mass of the heads over entries.
+
+## Reproduce
+
+    python scripts/train_tiny.py train
+    python scripts/train_tiny.py eval
+    python scripts/train_tiny.py readme
+
+Problems of `tiny-gsm8k/test.jsonl` and `train.jsonl` never occur in training: a hash of the question decides which of
+the three it belongs to.
+
+## Training curve
+
+Loss, and the share of right tokens: of answers, of recalled prices, of recalled weights.
+
+{curve}
+
+Stages: {stages}.
+
+## Exact answers on {n_problems} held-out problems, 4-shot, greedy
+
+`python scripts/train_tiny.py eval`: each row zeroes one piece of the prompt's state between prompt and decode.
+
+{table}
+"""
+
+
+def write_readme(checkpoint: Path, run_folder: Path, seed: int) -> None:
+    """Write `checkpoint`/README.md from the curve and the table that `run_folder` holds."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    curve = json.loads((run_folder / "curve.json").read_text())
+    table = json.loads((run_folder / "table.json").read_text())
+    weights = checkpoint / "model.safetensors"
+    text = _TEMPLATE.format(
+        n_parameters=_n_parameters(weights) / 1e6,
+        megabytes=weights.stat().st_size / 1e6,
+        vocab_size=config["vocab_size"],
+        window=config["sliding_window"],
+        index_topk=config["index_topk"],
+        n_steps=curve[-1]["step"],
+        minutes=curve[-1]["minutes"],
+        seed=seed,
+        curve=_markdown(["step", "loss", "answer", "price", "weight", "minutes"], _thinned(curve)),
+        stages="; ".join(f"{stage.name} ({stage.n_steps} steps)" for stage in STAGES),
+        n_problems=table["n_problems"],
+        table=_markdown(
+            ["state zeroed", *COLUMNS], [{"state zeroed": name, **row} for name, row in table["rows"].items()]
+        ),
+    )
+    (checkpoint / "README.md").write_text(text)
+
+
+def _n_parameters(weights: Path) -> int:
+    with safe_open(weights, framework="pt") as tensors:
+        return sum(tensors.get_tensor(key).numel() for key in tensors.keys() if not key.endswith("tid2eid"))  # noqa: SIM118
+
+
+def _thinned(rows: list[dict[str, float]], n_rows: int = 16) -> list[dict[str, float]]:
+    """About `n_rows` of `rows`, the last one among them."""
+    return rows[::-1][:: max(1, len(rows) // n_rows)][::-1]
+
+
+def _markdown(columns: list[str], rows: list[dict]) -> str:
+    def cell(value: object) -> str:
+        return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+    lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
+    lines += [" | ".join(cell(row.get(column, "")) for column in columns) for row in rows]
+    return "\n".join(f"| {line} |" for line in lines)

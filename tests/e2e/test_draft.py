@@ -1,0 +1,152 @@
+"""The draft across the wire: its window arrives, accept counts equal the monolithic run's step by step, or it is
+refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+
+from server.cache.live import LIVE_RULES
+from server.cache.specs import DRAFT
+from server.engine.request import GenerationRequest, RequestFailed, TokenOutput
+from server.engine.tokenizer import Tokenizer
+from server.model.loader import load_model
+from server.model.network import DeepseekV4
+from tests.support.checkpoints import BUNDLED
+from tests.support.pair import Pair, Side, a_request, answer, peers_of, running_decode, running_pair, tokens
+
+LENGTHS = [1, 3, 4, 5, 18, 63, 64, 65, 127, 128, 129, 255, 256, 257, 383, 384, 511, 512, 513, 1025]
+QUICK = [1, 18, 64, 129, 257]
+P_SIDE = Side(draft=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> DeepseekV4:
+    return load_model(BUNDLED, draft=True)
+
+
+def requests(lengths: list[int], **sampling: object) -> list[GenerationRequest]:
+    """Prompts of the bundled task's words, so that some drafts stand and some do not."""
+    return [a_request(random.Random(n).choices(range(10, 500), k=n), **{"max_tokens": 32, **sampling}) for n in lengths]
+
+
+def steps(outputs: list[TokenOutput]) -> list[tuple[int, int]]:
+    return [(output.n_proposed, output.n_accepted) for output in outputs]
+
+
+def decoder(k: int, **changes: object) -> Side:
+    return replace(Side(spec_tokens=k, draft=k > 0, permute_seed=4), **changes)
+
+
+async def check_steps(model: DeepseekV4, tokenizer: Tokenizer, lengths: list[int], p: Side, k: int) -> None:
+    batch = requests(lengths)
+    async with running_decode(model, tokenizer, decoder(k), None) as (_, local):
+        expected = [await answer(local, request) for request in batch]
+    async with running_pair(model, tokenizer, p, decoder(k)) as pair:
+        for request, (outputs, route) in zip(batch, expected, strict=True):
+            ours, served = await pair.answer(request)
+            assert steps(ours) == steps(outputs), f"{len(request.prompt_ids)} tokens, k = {k}"
+            assert ours == outputs
+            assert (served.draft_state, route.draft_state) == ("transfer", "local")
+        await pair.settled()
+
+
+@pytest.mark.parametrize("k", [1, 3])
+async def test_accept_counts_equal_the_local_run_step_by_step(model: DeepseekV4, tokenizer: Tokenizer, k: int) -> None:
+    await check_steps(model, tokenizer, QUICK, P_SIDE, k)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("p_k", [0, 3])
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
+async def test_accept_counts_over_the_whole_list(model: DeepseekV4, tokenizer: Tokenizer, k: int, p_k: int) -> None:
+    """Unequal rings too: P sized for no draft, or for another k."""
+    await check_steps(model, tokenizer, LENGTHS, replace(P_SIDE, spec_tokens=p_k), k)
+
+
+async def test_draft_window_is_live_rows_exactly(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+    """Its bytes are counted and proved as a component of its own; a decoder without drafts does not ask for it."""
+    request = requests([150])[0]
+    async with running_pair(model, tokenizer, P_SIDE, decoder(3)) as pair:
+        await pair.answer(request)
+        rows = LIVE_RULES[DRAFT](150, model.config.sliding_window)
+        nbytes = len(rows) * pair.d.arena.layout.component(DRAFT).row_nbytes
+        assert pair.d.metric("pd_transfer_bytes_total", component=DRAFT) == nbytes > 0
+        assert pair.d.metric("pd_draft_tokens_total", outcome="proposed") > 0
+        assert pair.d.metric("pd_accept_length_count") > 0
+        assert pair.d.metric("pd_accept_length_early_count") > 0
+    async with running_pair(model, tokenizer, P_SIDE, decoder(0)) as pair:
+        await pair.answer(request)
+        assert pair.d.metric("pd_transfer_bytes_total", component=DRAFT) == 0
+
+
+async def first_error(pair: Pair) -> RequestFailed:
+    with pytest.raises(RequestFailed) as failure:
+        await pair.answer(requests([20])[0])
+    return failure.value
+
+
+async def test_draft_state_missing_is_refused_by_name(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+    async with running_pair(model, tokenizer, Side(), decoder(3)) as pair:
+        error = await first_error(pair)
+        assert error.status == 503
+        assert "components.draft_swa" in error.message
+        assert peers_of(pair.decode)[0]["state"] == "refused"
+
+
+async def test_recompute_starts_cold_and_says_so(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+    """Without the draft's window: the same answers, said in the route, the info and the metrics."""
+    batch = requests(QUICK)
+    async with running_decode(model, tokenizer, decoder(0), None) as (_, local):
+        expected = [tokens((await answer(local, request))[0]) for request in batch]
+    side = decoder(3, cold_draft=True)
+    async with running_pair(model, tokenizer, Side(), side) as pair:
+        for request, plain in zip(batch, expected, strict=True):
+            outputs, route = await pair.answer(request)
+            assert tokens(outputs) == plain
+            assert route.draft_state == "recompute"
+        assert pair.decode.server_info()["draft_state"] == "recompute"
+        assert pair.d.metric("pd_draft_state", mode="recompute") == 1
+
+
+async def test_a_dropped_draft_window_fails_by_name(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+    async with running_pair(model, tokenizer, replace(P_SIDE, faults=("drop:draft_swa:1",)), decoder(3)) as pair:
+        error = await first_error(pair)
+        assert (error.code, error.component) == ("component_mismatch", DRAFT)
+        await pair.answer(requests([20])[0])
+        await pair.settled()
+
+
+@pytest.mark.parametrize(("k", "batch_size"), [(2, 6)])
+async def test_greedy_output_does_not_depend_on_k(
+    model: DeepseekV4, tokenizer: Tokenizer, k: int, batch_size: int
+) -> None:
+    await check_output(model, tokenizer, [1, 18, 65, 128, 200, 257][:batch_size], k, 48)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
+async def test_two_hundred_tokens_from_every_length(model: DeepseekV4, tokenizer: Tokenizer, k: int) -> None:
+    await check_output(model, tokenizer, LENGTHS, k, 200)
+
+
+async def check_output(model: DeepseekV4, tokenizer: Tokenizer, lengths: list[int], k: int, n_tokens: int) -> None:
+    """k = 0 one by one, then k drafts: one by one and all at once, local and through the pair."""
+    batch = requests(lengths, max_tokens=n_tokens)
+    async with running_decode(model, tokenizer, decoder(0), None) as (_, local):
+        expected = [tokens((await answer(local, request))[0]) for request in batch]
+    async with running_decode(model, tokenizer, decoder(k), None) as (_, local):
+        alone = [tokens((await answer(local, request))[0]) for request in batch]
+        together = await asyncio.gather(*(answer(local, request) for request in batch))
+    assert alone == expected
+    assert [tokens(outputs) for outputs, _ in together] == expected
+    async with running_pair(model, tokenizer, P_SIDE, decoder(k)) as pair:
+        together = await asyncio.gather(*(pair.answer(request) for request in batch))
+        assert [tokens(outputs) for outputs, _ in together] == expected
+        await pair.settled()

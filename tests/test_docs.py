@@ -1,0 +1,151 @@
+"""What the documents say is true: components, numbers, paths, links and options."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import bench
+import gsm8k
+import pytest
+import quickstart
+
+from server.cache.layout import ArenaLayout
+from server.cache.live import LIVE_RULES, live_positions
+from server.cache.specs import CacheGeometry
+from server.decode import launch as decode_launch
+from server.model.config import load_config
+from server.model.loader import has_draft
+from server.model.state import state_components
+from server.options import BUNDLED_MODEL
+from server.prefill import launch as prefill_launch
+
+ROOT = Path(__file__).resolve().parent.parent
+README, LAYOUT = ROOT / "README.md", ROOT / "docs" / "layout.md"
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("server", "scripts", "tests", "docs", "docker")
+MOST_LINES_TO_FOLLOW_A_REQUEST = 1500
+
+
+def tables(document: Path) -> Iterator[list[list[str]]]:
+    """Every table as rows of cells, its head first."""
+    rows: list[list[str]] = []
+    for line in [*document.read_text(encoding="utf-8").splitlines(), ""]:
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in line.strip("|").split("|")])
+        elif rows:
+            yield [row for row in rows if not set(row[0]) <= {"-", ":"}]
+            rows = []
+
+
+def component_tables(document: Path) -> list[list[list[str]]]:
+    """The tables about components, without their heads."""
+    return [rows[1:] for rows in tables(document) if rows[0][0] == "component"]
+
+
+def words_like(document: Path, pattern: str) -> set[str]:
+    return set(re.findall(pattern, document.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("document", [README, LAYOUT], ids=lambda path: path.name)
+def test_tables_name_every_component_in_order(document: Path) -> None:
+    everything = [f"`{c.name}`" for c in state_components(load_config(BUNDLED_MODEL), "float32", draft=True)]
+    found = [[row[0] for row in rows] for rows in component_tables(document) if rows[0][1] in ("page", "slot")]
+    assert found == [everything]
+
+
+def test_live_table_has_a_row_for_every_rule() -> None:
+    (rows,) = [rows for rows in component_tables(LAYOUT) if "n//4" in rows[0][1]]
+    assert sorted(row[0].strip("`") for row in rows) == sorted(LIVE_RULES)
+
+
+@pytest.mark.parametrize("n", [1, 3, 4, 63, 64, 65, 127, 128, 300, 513])
+def test_live_table_says_what_the_code_says(n: int) -> None:
+    (rows,) = [rows for rows in component_tables(LAYOUT) if "n//4" in rows[0][1]]
+    for row in rows:
+        name, written = row[0].strip("`"), row[1]
+        if name == "handoff":
+            continue
+        first, last = written.split(" ", 1)[1].split(" .. ")
+        live = live_positions(n, 64, [name])[name]
+        numbers = range(_value(first, n), _value(last, n) + 1)
+        assert list(live) == list(numbers), f"{name} at n = {n}: {written}"
+
+
+def _value(formula: str, n: int) -> int:
+    """One end of a range as it is written in the table, such as ``max(0, 4(n//4)-4)``, for window 64."""
+    value = eval(re.sub(r"(\d)\(", r"\1*(", formula), {"max": max}, {"n": n, "W": 64})
+    assert isinstance(value, int)
+    return value
+
+
+def test_worked_example_has_the_numbers_of_the_bundled_model() -> None:
+    config = load_config(BUNDLED_MODEL)
+    components = state_components(config, "float32", draft=has_draft(BUNDLED_MODEL))
+    layout = ArenaLayout.from_geometry(CacheGeometry(256, 257, 33, config.sliding_window, 0, components))
+    live, nbytes = live_positions(300, layout.window, layout.names), layout.live_nbytes(300)
+    expected = []
+    for c in layout.components:
+        rows = f"{live[c.name].start} .. {live[c.name].stop - 1}" if live[c.name] else "none"
+        numbers = (f"{c.row_nbytes:,}", f"{c.rows}", f"{c.rows * c.row_nbytes:,}", rows, f"{nbytes[c.name]:,}")
+        expected.append([f"`{c.name}`", *numbers])
+    text = LAYOUT.read_text(encoding="utf-8")
+    assert component_tables(LAYOUT)[-1] == expected
+    assert f"{layout.page_nbytes:,} bytes. The arena" in text
+    assert f"{layout.nbytes:,} bytes.\n" in text
+    assert f"{sum(nbytes.values()):,} bytes. The bound" in text
+
+
+def test_readme_says_whether_the_bundled_checkpoint_has_a_draft() -> None:
+    says_none = "bundled checkpoint has no NextN draft layer" in README.read_text(encoding="utf-8")
+    assert says_none is not has_draft(BUNDLED_MODEL)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_named_paths_exist(document: Path) -> None:
+    pattern = rf"(?<![\w/.:-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w/?"
+    named = words_like(document, pattern)
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    headings = {
+        re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
+        for line in document.read_text(encoding="utf-8").splitlines()
+        if line.startswith("#")
+    }
+    for target in words_like(document, r"\]\(([^)\s]+)\)"):
+        if target.startswith("#"):
+            assert target[1:] in headings, target
+        elif "://" not in target:
+            assert (document.parent / target.partition("#")[0]).exists(), target
+
+
+def help_of(main: Callable[[list[str]], object], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    return capsys.readouterr().out
+
+
+def test_named_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = (prefill_launch.main, decode_launch.main, quickstart.parse_args, gsm8k.parse_args, bench.parse_args)
+    helps = "".join(help_of(command, capsys) for command in commands)
+    for script in ("setup", "test"):
+        shown = subprocess.run([ROOT / "scripts" / script, "--help"], capture_output=True, text=True, check=True)
+        helps += shown.stdout
+    known = set(re.findall(r"--[a-z][a-z-]*", helps))
+    for document in DOCUMENTS:
+        named = words_like(document, r"(?<![\w-])--[a-z][a-z-]*")
+        assert named - known == set(), document.name
+
+
+def test_a_request_can_be_followed_in_few_lines() -> None:
+    text = README.read_text(encoding="utf-8")
+    chapter = text.partition("To follow one request")[2].partition("Deeper:")[0]
+    files = re.findall(r"^\d+\. `([\w./]+)`", chapter, flags=re.MULTILINE)
+    n_lines = {file: len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files}
+    assert len(files) >= 5
+    assert sum(n_lines.values()) < MOST_LINES_TO_FOLLOW_A_REQUEST, n_lines
