@@ -39,6 +39,10 @@ class Document:
     weights: list[float] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     hidden: list[bool] = field(default_factory=list)
+    stated: list[tuple[str, int]] = field(
+        default_factory=list
+    )  # of every fact what it is about, and where its value is
+    recalled: list[tuple[str, int]] = field(default_factory=list)  # the same of every recalled value
 
     def append(self, ids: list[int], weight: float = TEXT_WEIGHT, mark: int = TEXT, *, hidden: bool = False) -> None:
         self.ids += ids
@@ -47,10 +51,21 @@ class Document:
         self.hidden += [hidden] * len(ids)
 
     def extend(self, other: "Document") -> None:
+        start = len(self.ids)
+        self.stated += [(about, start + position) for about, position in other.stated]
+        self.recalled += [(about, start + position) for about, position in other.recalled]
         self.ids += other.ids
         self.weights += other.weights
         self.marks += other.marks
         self.hidden += other.hidden
+
+    def sources(self, n_tokens: int) -> list[int]:
+        """For every recalled value the position of the latest fact it comes from; -1 for every other token."""
+        sources = [-1] * n_tokens
+        for about, position in self.recalled:
+            if position < n_tokens:
+                sources[position] = max(at for name, at in self.stated if name == about and at < position)
+        return sources
 
 
 class Writer:
@@ -82,7 +97,8 @@ class Writer:
     def price_quiz(self, n_tokens: int, most_facts: int, window: int) -> Document:
         """Prices, a window of filler, then a question about each price."""
         facts = price_facts(self.rng, self.rng.sample(GOODS, self.rng.randint(1, most_facts)))
-        opening = [*(span for *_, span in facts), *self._filler(window, window * 5 // 4)]
+        opening = [span for *_, fact in facts for span in (fact, *self._filler(1, 1))]
+        opening += self._filler(window - 6, window * 5 // 4)
         asks = [price_ask(self.rng, good, price) for good, price, _ in facts]
         return self._quiz(opening, asks, Fact.PRICE, n_tokens)
 
@@ -136,6 +152,8 @@ class Writer:
         document = Document()
         for span in spans:
             document.append(self.encode(span.text), hidden=span.fact is Fact.WEIGHT)
+            if span.fact:
+                document.stated.append((span.about, len(document.ids) - 2))  # the value stands before the full stop
         return document
 
     def _completion(self, made: Problem) -> Document:
@@ -165,6 +183,7 @@ class Writer:
             document.append(ids, ANSWER_WEIGHT, ANSWER)
             return document
         document.append(ids[:2], ANSWER_WEIGHT, ANSWER)
+        document.recalled.append((made.answer.split()[0], 2))
         document.append(ids[2:3], VALUE_WEIGHT, VALUE_MARK[made.fact])
         document.append(ids[3:], ANSWER_WEIGHT, ANSWER)
         return document
@@ -172,21 +191,23 @@ class Writer:
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents padded on the right: `ids` [B, S], and weight, mark and hidden flag of every token [B, S]."""
+    """Documents padded on the right; weight, mark, hidden flag and source of every token, all [B, S]."""
 
     ids: Tensor
     weights: Tensor
     marks: Tensor
     hidden: Tensor
+    sources: Tensor
 
     @classmethod
     def of(cls, documents: list[Document], n_tokens: int, pad_id: int) -> "Batch":
         def stack(rows: list[list], fill: float) -> Tensor:
-            return torch.tensor([row + [fill] * (n_tokens - len(row)) for row in rows])
+            return torch.tensor([row[:n_tokens] + [fill] * (n_tokens - len(row)) for row in rows])
 
         return cls(
             stack([document.ids for document in documents], pad_id),
             stack([document.weights for document in documents], 0.0),
             stack([document.marks for document in documents], TEXT),
             stack([document.hidden for document in documents], False),
+            torch.tensor([document.sources(n_tokens) for document in documents]),
         )

@@ -223,6 +223,19 @@ class Controls:
         outputs, self.outputs[fact] = self.outputs[fact], []
         return outputs
 
+    def aim_loss(self, rows: Tensor, queries: Tensor, sources: Tensor) -> Tensor:
+        """-log of the attention mass that CSA queries put on the two entries that cover their source token.
+
+        `rows`, `queries` and `sources` [N]: batch row and positions of the query and of the token it should find.
+        """
+        loss = torch.zeros(())
+        for attention in self._sparse:
+            mass = self._weights[attention.layer_idx][rows, :, queries].mean(1)  # [N, T]
+            window = (sources // CSA_RATIO).unsqueeze(1)
+            entries = torch.cat([window, (window + 1).clamp(max=mass.shape[1] - 1)], dim=1)
+            loss = loss - mass.gather(1, entries).sum(1).clamp(min=1e-4).log().mean() / len(self._sparse)
+        return loss
+
     def _keep_output(self, fact: Fact, _module: nn.Module, _inputs: Any, output: tuple) -> None:
         self.outputs[fact].append(output[0])
 

@@ -35,6 +35,7 @@ class Span:
 
     text: str
     fact: Fact | None = None
+    about: str = ""  # what the fact is about
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def price_facts(rng: random.Random, goods: list[str]) -> list[tuple[str, int, Sp
     """(good, price, sentence) for each of `goods`."""
     prices = [rng.randint(2, 9) for _ in goods]
     return [
-        (good, price, Span(f" The price of {good} is {price}.", Fact.PRICE))
+        (good, price, Span(f" The price of {good} is {price}.", Fact.PRICE, good))
         for good, price in zip(goods, prices, strict=True)
     ]
 
@@ -120,7 +121,7 @@ def price_ask(rng: random.Random, good: str, price: int) -> tuple[Span, str]:
 
 def weight_fact(rng: random.Random, metal: str) -> tuple[int, Span]:
     weight = rng.randint(2, 9)
-    return weight, Span(f" The weight of {metal} is {weight}.", Fact.WEIGHT)
+    return weight, Span(f" The weight of {metal} is {weight}.", Fact.WEIGHT, metal)
 
 
 def weight_ask(rng: random.Random, metal: str, weight: int) -> tuple[Span, str]:
@@ -131,11 +132,12 @@ def weight_ask(rng: random.Random, metal: str, weight: int) -> tuple[Span, str]:
 
 
 def price_problem(rng: random.Random, goods: tuple[str, ...], n_facts: int, n_filler: int) -> Problem:
-    """`n_facts` named prices, filler, and a question about one of them."""
+    """`n_facts` named prices with a sentence between them, filler, and a question about one of them."""
     facts = price_facts(rng, rng.sample(goods, n_facts))
     good, price, _ = rng.choice(facts)
     ask, answer = price_ask(rng, good, price)
-    return Problem((*[span for *_, span in facts], *filler(rng, n_filler), ask), answer, Fact.PRICE)
+    stated = [span for *_, fact in facts for span in (fact, *filler(rng, 1))]
+    return Problem((*stated, *filler(rng, n_filler), ask), answer, Fact.PRICE)
 
 
 def weight_problem(rng: random.Random, metals: tuple[str, ...], n_filler: int) -> Problem:
@@ -147,9 +149,9 @@ def weight_problem(rng: random.Random, metals: tuple[str, ...], n_filler: int) -
 
 
 # Sentences of filler that push a fact out of the window (64 tokens) and into a complete HCA entry (128 tokens).
-PRICE_FILLER = (9, 13)
+PRICE_FILLER = (8, 12)
 WEIGHT_FILLER = (18, 22)
-MOST_PRICES = 4
+MOST_PRICES = 3
 
 
 def any_problem(rng: random.Random, split: Split) -> Problem:

@@ -215,7 +215,6 @@ class DecodeNode:
         return (True, "local prefill") if self._receiver is None else await self._receiver.ready()
 
     def server_info(self) -> dict[str, Any]:
-        links = self._receiver.links if self._receiver is not None else []
         return {
             "disaggregation_mode": self.role,
             "served_model_name": self.model_name,
@@ -231,17 +230,7 @@ class DecodeNode:
             **self._settings.facts,
             "waiting": len(self._waiting),
             "allocator": self._allocator.counts(),
-            "peers": [
-                {
-                    "address": link.address,
-                    "state": link.state,
-                    "reason": link.reason,
-                    "incarnation": link.theirs.incarnation if link.theirs else None,
-                    "transport": f"{link.ours.transport_kind}/{link.ours.transport}" if link.ours else None,
-                    "rooms": self._receiver.outstanding(link) if self._receiver else 0,
-                }
-                for link in links
-            ],
+            "peers": self._receiver.describe_peers() if self._receiver is not None else [],
         }
 
     # --- admission ----------------------------------------------------------------------------------------------------

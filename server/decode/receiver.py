@@ -10,7 +10,7 @@ import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from server.cache.arena import Arena
 from server.cache.layout import Placement
@@ -141,6 +141,20 @@ class Receiver:
 
     def why_no_peer(self) -> str:
         return "no prefill node is registered: " + "; ".join(link.reason for link in self.links if not link.registered)
+
+    def describe_peers(self) -> list[dict[str, Any]]:
+        """The peers as ``/server_info`` shows them."""
+        return [
+            {
+                "address": link.address,
+                "state": link.state,
+                "reason": link.reason,
+                "incarnation": link.theirs.incarnation if link.theirs else None,
+                "transport": f"{link.ours.transport_kind}/{link.ours.transport}" if link.ours else None,
+                "rooms": self.outstanding(link),
+            }
+            for link in self.links
+        ]
 
     async def ready(self) -> tuple[bool, str]:
         return await self._prober.ready(lambda: self.links)

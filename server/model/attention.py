@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
@@ -63,8 +61,7 @@ class Attention(nn.Module):
         parts = []
         for start in range(0, q.shape[0], _QUERY_ROWS):
             rows = slice(start, start + _QUERY_ROWS)
-            blocks = [(window[rows], batch.window_mask[rows]), *self._entry_blocks(rows, entries, pools)]
-            parts.append(self._attend(q[rows], blocks))
+            parts.append(self._attend(q[rows], self._candidates(rows, window, batch.window_mask, entries, pools)))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._project(rotation.apply_(out.to(x.dtype), inverse=True))
 
@@ -96,14 +93,23 @@ class Attention(nn.Module):
     def _view(self, batch: Batch) -> CompressedView | None:
         return {SLIDING: None, CSA: batch.csa, HCA: batch.hca}[self.ratio]
 
-    def _entry_blocks(self, rows: slice, entries: EntryTable | None, pools: Pools) -> Iterator[Candidates]:
-        """The compressed rows that query rows ``rows`` read, in entry order, in blocks of a fixed size."""
+    def _candidates(
+        self, rows: slice, window: torch.Tensor, mask: torch.Tensor, entries: EntryTable | None, pools: Pools
+    ) -> list[Candidates]:
+        """What query rows ``rows`` read: window rows oldest first and the first block of entries, then more blocks.
+
+        Shapes depend on the kind of layer alone, not on how many entries there are.
+        """
         if entries is None or self.compressor is None:
-            return
+            return [(window[rows], mask[rows])]
         pool = pools.page[self.compressor.entries]
+        blocks: list[Candidates] = []
         for start in range(0, entries.mask.shape[1], ENTRY_BLOCK):
             block = entries.part(rows, slice(start, start + ENTRY_BLOCK))
-            yield pool.gather(self.layer_id, block.pages, block.rows), block.mask
+            blocks.append((pool.gather(self.layer_id, block.pages, block.rows), block.mask))
+        first, first_mask = blocks[0]
+        blocks[0] = torch.cat([window[rows], first], dim=1), torch.cat([mask[rows], first_mask], dim=1)
+        return blocks
 
     def _attend(self, q: torch.Tensor, candidates: list[Candidates]) -> torch.Tensor:
         """Softmax over all candidate blocks plus a sink logit without a value; ``[rows, heads, head_dim]`` in fp32.
@@ -113,18 +119,21 @@ class Attention(nn.Module):
         """
         scale = self.head_dim**-0.5
         scores = [
-            (torch.bmm(q, rows.transpose(1, 2)).float() * scale).masked_fill_(~mask[:, None], float("-inf"))
+            torch.bmm(q, rows.transpose(1, 2)).float().mul_(scale).masked_fill_(~mask[:, None], float("-inf"))
             for rows, mask in candidates
         ]
         top = scores[0].amax(-1, keepdim=True)
         for block in scores[1:]:
             top = torch.maximum(top, block.amax(-1, keepdim=True))
         denominator = (self.attn_sink[None, :, None] - top).exp()
-        out = torch.zeros_like(q, dtype=torch.float32)
+        out: torch.Tensor | None = None
         for block, (rows, _) in zip(scores, candidates, strict=True):
             weights = block.sub_(top).exp_()
-            denominator = denominator + weights.sum(-1, keepdim=True)
-            out = out + torch.bmm(weights.to(q.dtype), rows).float()
+            denominator += weights.sum(-1, keepdim=True)
+            part = torch.bmm(weights.to(q.dtype), rows).float()
+            out = part if out is None else out.add_(part)
+        if out is None:
+            raise ValueError("a query needs at least its window")
         return out.div_(denominator)
 
     def _project(self, out: torch.Tensor) -> torch.Tensor:

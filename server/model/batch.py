@@ -78,8 +78,8 @@ class EntryTable:
     """Where a row finds compressed entries, each ``[rows, entries]``: page ids, rows in the page, and whether it sees
     them.
 
-    As many entries as the row that sees most needs, in whole blocks. What a row does not see leads to page 0, which is
-    zero.
+    As many entries as the row that sees most needs, in whole blocks, at least one. What a row does not see leads to
+    page 0, which is zero.
     """
 
     pages: torch.Tensor
@@ -187,7 +187,7 @@ class _Builder:
         )
 
     def _entries(self, visible: Ints, per_page: int) -> EntryTable:
-        entry = np.arange(-(-int(visible.max()) // ENTRY_BLOCK) * ENTRY_BLOCK)
+        entry = np.arange(max(1, -(-int(visible.max()) // ENTRY_BLOCK)) * ENTRY_BLOCK)
         mask = entry < visible[:, None]
         page = np.minimum(entry // per_page, self.page_table.shape[1] - 1)
         pages = np.where(mask, self.page_table[self.segment][:, page], 0)

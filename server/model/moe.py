@@ -62,23 +62,33 @@ class Gate(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts plus the shared one, keys ``ffn.*``."""
+    """Routed experts plus the shared one, keys ``ffn.*``.
+
+    Where the router picks at least half of the experts anyway, all of them compute every row in one batched product: a
+    few large operations instead of many small ones. Otherwise each expert computes its own rows.
+    """
 
     def __init__(self, config: ModelConfig, layer_id: int, row_tile: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.gate = Gate(config, layer_id, row_tile)
         self.experts = nn.ModuleList([Expert(config, row_tile, dtype) for _ in range(config.n_routed_experts)])
         self.shared_experts = Expert(config, row_tile, dtype)
-        self.row_tile = row_tile
+        self.row_tile, self.limit = row_tile, config.swiglu_limit
+        self.all_compute = config.n_routed_experts <= 2 * config.num_experts_per_tok
+        self._stacks: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor, n_rows: int) -> torch.Tensor:
-        """``[rows, D] -> [rows, D]``. Only the first ``n_rows`` rows are routed; the others are padding and need no
-        expert.
+        """``[rows, D] -> [rows, D]``. Only the first ``n_rows`` rows need experts, the others are padding.
 
-        Experts are added in ascending order, so a row's sum does not depend on the other rows.
+        Experts are added in ascending order, so that a row's sum does not depend on the other rows.
         """
-        out: torch.Tensor = self.shared_experts(x)
         ids, weights = self.gate(x, token_ids)
+        if self.all_compute:
+            return self._all_experts(x, ids, weights).to(x.dtype)
+        return self._chosen_experts(x, ids, weights, n_rows).to(x.dtype)
+
+    def _chosen_experts(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, n_rows: int) -> torch.Tensor:
+        out: torch.Tensor = self.shared_experts(x)
         chosen = ids[:n_rows].flatten()
         order = chosen.argsort(stable=True)
         counts = torch.bincount(chosen, minlength=len(self.experts)).tolist()
@@ -93,4 +103,30 @@ class MoE(nn.Module):
             rows = picks // ids.shape[1]
             y = expert(x[rows], weights.flatten()[picks].unsqueeze(-1))
             out.index_add_(0, rows[:count], y[:count])
-        return out.to(x.dtype)
+        return out
+
+    def _all_experts(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Every expert over every row; those a row did not choose have weight 0, the shared one comes last with weight
+        1.
+        """
+        gate_up, down = self._stacked()
+        share = weights.new_zeros(x.shape[0], len(self.experts) + 1)
+        share.scatter_(1, ids, weights)[:, -1] = 1
+        step = self.row_tile or x.shape[0]
+        parts = []
+        for i in range(0, x.shape[0], step):
+            rows = x[i : i + step].expand(gate_up.shape[0], -1, -1)
+            gate, up = torch.bmm(rows, gate_up).float().chunk(2, dim=-1)
+            act = nn.functional.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+            act = act * share[i : i + step].t().unsqueeze(-1)
+            parts.append(torch.bmm(act.to(x.dtype), down).float().sum(0))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _stacked(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``w1 | w3`` of every expert as ``[E + 1, D, 2 I]`` and ``w2`` as ``[E + 1, I, D]``, copied once."""
+        if self._stacks is None:
+            every = [e for e in (*self.experts, self.shared_experts) if isinstance(e, Expert)]
+            gate_up = torch.stack([torch.cat([e.w1.weight, e.w3.weight]) for e in every])
+            down = torch.stack([e.w2.weight for e in every])
+            self._stacks = gate_up.transpose(1, 2), down.transpose(1, 2)
+        return self._stacks
