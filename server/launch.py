@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,7 +32,7 @@ from server.model.config import CheckpointError
 from server.model.loader import load_model, model_fingerprint
 from server.model.state import state_components
 from server.options import NodeOptions
-from server.transfer.engines.base import TransferEngine, TransferError
+from server.transfer.engines.base import TransferEngine, TransferError, TransportMisconfigured
 from server.transfer.engines.mooncake import MooncakeEngine
 from server.transfer.faults import FaultError
 from server.transfer.manifest import ModelIdentity
@@ -40,6 +41,9 @@ log = logging.getLogger(__name__)
 
 STARTUP_ERRORS = (CheckpointError, LayoutError, TransferError, FaultError, RequestFailed, OSError)
 """What a wrong option, checkpoint or port raises: told in one sentence, without a traceback."""
+
+
+_WILDCARDS = ("0.0.0.0", "::", "")
 
 
 class Node(Backend, Protocol):
@@ -114,9 +118,19 @@ def model_facts(options: NodeOptions, parts: Parts) -> dict[str, Any]:
 
 
 def transport_factory(options: NodeOptions) -> Callable[[], TransferEngine]:
-    """Builds Mooncake endpoints on this node's host."""
+    """Builds Mooncake endpoints that peers reach at this node's transfer host."""
     kind = "tcp" if options.transport == "tcp" else "auto"
-    return lambda: MooncakeEngine(options.host, transport=kind)  # type: ignore[arg-type]
+    return lambda: MooncakeEngine(options.transfer_host, transport=kind)  # type: ignore[arg-type]
+
+
+def check_transfer_host(options: NodeOptions) -> None:
+    """Refuses a wildcard address, which says where to listen but not where to be found.
+
+    Raises :class:`TransportMisconfigured`.
+    """
+    host = options.transfer_host
+    if host in _WILDCARDS:
+        raise TransportMisconfigured(f"no peer can write to {host}: give --transfer-host the address of this node")
 
 
 class EngineInbox:
@@ -163,13 +177,30 @@ async def serve(
         access_log=options.log_level == "debug",
         timeout_graceful_shutdown=5,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, server.stop)
     async with _running(node, engine):
         log.info("%s node serves http://%s:%d", node.role, host, port)
         watcher = asyncio.create_task(_stop_when_dead(node, server))
         await server.serve(sockets=[listener])
         watcher.cancel()
         return 0 if node.alive()[0] else 1
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to :func:`serve`: uvicorn would raise them once more after a clean end, and the exit code be
+    -15.
+    """
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self) -> None:
+        """Ends gracefully; the second time at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
 
 @contextlib.asynccontextmanager

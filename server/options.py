@@ -39,6 +39,7 @@ class NodeOptions:
     host: str
     port: int
     transport: str
+    transfer_host: str
     faults: tuple[str, ...]
     log_level: str
 
@@ -62,6 +63,7 @@ class NodeOptions:
             host=args.host,
             port=args.port,
             transport=args.transport,
+            transfer_host=args.transfer_host or args.host,
             faults=tuple(args.fault),
             log_level=args.log_level,
         )
@@ -104,6 +106,12 @@ def node_parser(prog: str, description: str, *, port: int) -> argparse.ArgumentP
         choices=("tcp", "auto"),
         default="tcp",
         help="what Mooncake moves state over; auto takes RDMA where there is a card",
+    )
+
+    network.add_argument(
+        "--transfer-host",
+        metavar="HOST",
+        help="address at which the peers reach this node's Mooncake endpoint (default: --host)",
     )
 
     testing = parser.add_argument_group("testing and logs")

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -169,23 +169,23 @@ class Writer:
         document = Document()
         document.append(self.encode(USER))
         first, *rest = made.spans
-        document.extend(self._spans([Span(first.text[1:], first.fact), *rest]))
+        document.extend(self._spans([replace(first, text=first.text[1:]), *rest]))
         document.append(self.encode(ASSISTANT + END_THINK))
         document.extend(self._answer(made))
         document.append(self.encode(EOS), ANSWER_WEIGHT)
         return document
 
     def _answer(self, made: Problem) -> Document:
-        """The answer; of a `far` one the third token is the value that had to be recalled."""
+        """The answer; of a `far` one the second token is the value that had to be recalled."""
         document = Document()
         ids = self.encode(" " + made.answer)
         if made.fact is None:
             document.append(ids, ANSWER_WEIGHT, ANSWER)
             return document
-        document.append(ids[:2], ANSWER_WEIGHT, ANSWER)
-        document.recalled.append((made.answer.split()[0], 2))
-        document.append(ids[2:3], VALUE_WEIGHT, VALUE_MARK[made.fact])
-        document.append(ids[3:], ANSWER_WEIGHT, ANSWER)
+        document.append(ids[:1], ANSWER_WEIGHT, ANSWER)
+        document.recalled.append((made.answer.split()[0], 1))
+        document.append(ids[1:2], VALUE_WEIGHT, VALUE_MARK[made.fact])
+        document.append(ids[2:], ANSWER_WEIGHT, ANSWER)
         return document
 
 

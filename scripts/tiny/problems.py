@@ -107,7 +107,7 @@ def price_facts(rng: random.Random, goods: list[str]) -> list[tuple[str, int, Sp
     """(good, price, sentence) for each of `goods`."""
     prices = [rng.randint(2, 9) for _ in goods]
     return [
-        (good, price, Span(f" The price of {good} is {price}.", Fact.PRICE, good))
+        (good, price, Span(f" The price: {good} {price}.", Fact.PRICE, good))
         for good, price in zip(goods, prices, strict=True)
     ]
 
@@ -115,19 +115,19 @@ def price_facts(rng: random.Random, goods: list[str]) -> list[tuple[str, int, Sp
 def price_ask(rng: random.Random, good: str, price: int) -> tuple[Span, str]:
     """The sentence that asks for a price of several bags, and its worked answer."""
     n, name = rng.randint(2, 9), rng.choice(NAMES)
-    answer = f"{good} is {price}. {n} * {price} = {n * price} #### {n * price}"
+    answer = f"{good} {price}. {n} * {price} = {n * price} #### {n * price}"
     return Span(f" How much does {name} pay for {n} bags of {good}?"), answer
 
 
 def weight_fact(rng: random.Random, metal: str) -> tuple[int, Span]:
     weight = rng.randint(2, 9)
-    return weight, Span(f" The weight of {metal} is {weight}.", Fact.WEIGHT, metal)
+    return weight, Span(f" The weight: {metal} {weight}.", Fact.WEIGHT, metal)
 
 
 def weight_ask(rng: random.Random, metal: str, weight: int) -> tuple[Span, str]:
     """The sentence that asks for the weight of several bars, and its worked answer."""
     n = rng.randint(2, 9)
-    answer = f"{metal} is {weight}. {n} * {weight} = {n * weight} #### {n * weight}"
+    answer = f"{metal} {weight}. {n} * {weight} = {n * weight} #### {n * weight}"
     return Span(f" How heavy are {n} bars of {metal}?"), answer
 
 

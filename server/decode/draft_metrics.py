@@ -1,4 +1,6 @@
-"""How well the draft does, in metrics: accept lengths over all steps, and apart for the first tokens after a hand-over."""
+"""How well the draft does, in metrics: accept lengths over all steps, and apart for the first tokens after a
+hand-over.
+"""
 
 from __future__ import annotations
 

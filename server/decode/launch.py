@@ -9,8 +9,9 @@ from prometheus_client import CollectorRegistry
 
 from server.cache.specs import DRAFT
 from server.decode.node import DecodeNode, DecodeSettings
-from server.launch import EngineInbox, build_parts, model_facts, run, serve, transport_factory
+from server.launch import EngineInbox, build_parts, check_transfer_host, model_facts, run, serve, transport_factory
 from server.options import NodeOptions, node_parser
+from server.transfer.faults import FaultSet
 from server.transfer.metrics import NodeMetrics
 
 DEFAULT_PORT = 30001
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     peers = None if args.local_prefill else tuple(args.prefill)
 
     async def start() -> int:
+        if peers is not None:
+            check_transfer_host(options)
         k, cold = args.spec_tokens, args.draft_state == "recompute"
         parts, inbox, registry = build_parts(options, draft=k > 0, spec_tokens=k), EngineInbox(), CollectorRegistry()
         node = DecodeNode(
@@ -70,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tokenizer=parts.tokenizer,
             sampling_defaults=parts.tokenizer.sampling_defaults,
             metrics=NodeMetrics(registry),
+            faults=FaultSet.parse(options.faults),
         )
         return await serve(node, inbox, parts, options, registry, spec_tokens=k, cold_draft=cold)
 

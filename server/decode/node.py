@@ -49,6 +49,7 @@ from server.engine.request import (
     TokenOutput,
 )
 from server.transfer.engines.base import TransferEngine
+from server.transfer.faults import FaultSet
 from server.transfer.manifest import ModelIdentity, new_incarnation
 from server.transfer.metrics import NodeMetrics
 from server.transfer.protocol import MAX_ROOM, Done
@@ -98,6 +99,7 @@ class DecodeNode:
         tokenizer: TokenizerLike,
         sampling_defaults: SamplingParams,
         metrics: NodeMetrics,
+        faults: FaultSet | None = None,
     ) -> None:
         if settings.prefill is not None and not settings.prefill:
             raise ValueError("a decode node needs at least one prefill node, or local prefill")
@@ -113,6 +115,7 @@ class DecodeNode:
         self._allocator = allocator
         self._identity = identity
         self._metrics = metrics
+        self._faults = faults or FaultSet()
         self._draft_metrics: DraftMetrics | None = None
         if self.draft_state is not None:
             self._draft_metrics = DraftMetrics(metrics.registry, settings.spec_tokens, self.draft_state)
@@ -157,6 +160,7 @@ class DecodeNode:
                 TransportSessions(self._make_transport, self._arena),
                 self._settings.deadlines,
                 self._metrics,
+                self._faults,
             )
             self._receiver.start()
         self._ticker = asyncio.create_task(self._tick_for_ever(), name="decode ticker")
@@ -229,6 +233,7 @@ class DecodeNode:
             "draft_state": self.draft_state,
             **self._settings.facts,
             "waiting": len(self._waiting),
+            "faults": [str(fault) for fault in self._faults.faults],
             "allocator": self._allocator.counts(),
             "peers": self._receiver.describe_peers() if self._receiver is not None else [],
         }

@@ -18,7 +18,7 @@ from server.decode.admission import wire_request
 from server.decode.generation import NodeGeneration
 from server.decode.probe import Prober
 from server.decode.sessions import TransportSessions
-from server.decode.verify import Proof, verify
+from server.decode.verify import Proof, accept_unchecked, verify
 from server.engine.request import GenerationRequest, RequestFailed, TokenLogprob
 from server.transfer.decode_room import (
     Commit,
@@ -34,6 +34,7 @@ from server.transfer.decode_room import (
     Verified,
     Verify,
 )
+from server.transfer.faults import FaultKind, FaultSet
 from server.transfer.manifest import Manifest, ModelIdentity, TransportIdentity, build_manifest
 from server.transfer.metrics import NodeMetrics
 from server.transfer.peer import PeerLink
@@ -100,6 +101,7 @@ class Receiver:
         sessions: TransportSessions,
         deadlines: Deadlines,
         metrics: NodeMetrics,
+        faults: FaultSet,
     ) -> None:
         self.links = [PeerLink(address, self, deadlines, metrics) for address in addresses]
         self._owner = owner
@@ -111,6 +113,7 @@ class Receiver:
         self._sessions = sessions
         self._deadlines = deadlines
         self._metrics = metrics
+        self._faults = faults
         self._prober = Prober(arena, deadlines.probe_s)
         self._works: dict[RoomKey, Work] = {}
         self._committed: OrderedDict[RoomKey, None] = OrderedDict()
@@ -288,8 +291,10 @@ class Receiver:
         try:
             if placement is None:
                 raise RuntimeError("the room has no memory")
+            struck = self._faults.strike(str(work.key))
+            check = accept_unchecked if any(fault.kind is FaultKind.UNCHECKED for fault in struck) else verify
             proof = await asyncio.to_thread(
-                verify, self._arena, placement, self._components, work.key, work.request, done
+                check, self._arena, placement, self._components, work.key, work.request, done
             )
         except Exception as error:
             log.exception("%s could not be checked", work.key)

@@ -41,6 +41,14 @@ def verify(
     return _verify_handoff(arena, placement, key, request)
 
 
+def accept_unchecked(
+    arena: Arena, placement: Placement, components: Sequence[str], key: RoomKey, request: GenerationRequest, done: Done
+) -> Proof:
+    """Fault injection: what a node without :func:`verify` would commit. Only the hand-off row must be readable."""
+    row = read_handoff(arena, placement, hc_mult=1)
+    return Proof(None, TokenLogprob(row.first_token, row.first_logprob, row.top))
+
+
 def _verify_handoff(arena: Arena, placement: Placement, key: RoomKey, request: GenerationRequest) -> Proof:
     try:
         row = read_handoff(arena, placement, hc_mult=1)

@@ -29,11 +29,12 @@ from server.engine.events import (
     Scrubbed,
 )
 from server.engine.request import GenerationRequest
+from server.prefill.damage import Damage
 from server.prefill.peers import PeerSender, ProbeKey, ProbeWriter
 from server.prefill.work import Batch, Outgoing, RoomWork, read_request
 from server.transfer.bootstrap import DecodePeer
 from server.transfer.engines.base import TransferEngine
-from server.transfer.faults import FaultSet
+from server.transfer.faults import DAMAGES, FaultKind, FaultSet
 from server.transfer.metrics import NodeMetrics
 from server.transfer.plan import Side, check_holds
 from server.transfer.prefill_events import (
@@ -109,6 +110,7 @@ class RoomDesk:
         self._deadlines = deadlines
         self._metrics = metrics
         self._faults = faults
+        self._damage = Damage(arena)
         self._tombstones = Tombstones()
         self._probes = ProbeWriter(arena, deadlines.probe_s, send)
         self._closing: set[asyncio.Task[None]] = set()
@@ -248,7 +250,8 @@ class RoomDesk:
     def _start(self, work: RoomWork, placement: Placement) -> None:
         key, reserve, n = work.room.key, work.room.reserve, len(work.request.prompt_ids)
         try:
-            dropped = self._faults.drops(str(key))
+            work.struck = self._faults.strike(str(key))
+            dropped = frozenset(fault.component for fault in work.struck if fault.kind is FaultKind.DROP)
             work.outgoing = Outgoing(self._arena, placement, work.target.peer, reserve, n, dropped)
         except LayoutError as error:
             self._allocator.release(key)
@@ -282,8 +285,10 @@ class RoomDesk:
             case Send():
                 self._send(work.target.peer, action.message)
             case PushPages() if work.outgoing is not None:
-                self._push(work, work.outgoing.push_pages(action.n_computed, transfer_s))
-            case PushTail() if work.outgoing is not None:
+                if not any(fault.kind in DAMAGES for fault in work.struck):
+                    self._push(work, work.outgoing.push_pages(action.n_computed, transfer_s))
+            case PushTail() if work.outgoing is not None and work.placement is not None:
+                self._damage.apply(work.struck, len(work.request.prompt_ids), work.placement)
                 self._push(work, work.outgoing.push_tail(transfer_s))
             case CancelEngine():
                 self._submit_command(Cancel(key))

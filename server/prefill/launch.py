@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from server.launch import EngineInbox, build_parts, model_facts, run, serve, transport_factory
+from server.launch import EngineInbox, build_parts, check_transfer_host, model_facts, run, serve, transport_factory
 from server.model.loader import has_draft
 from server.options import NodeOptions, node_parser
 from server.prefill.node import PrefillNode, PrefillSettings
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = NodeOptions.from_namespace(args)
 
     async def start() -> int:
+        check_transfer_host(options)
         draft = has_draft(options.model) if args.draft is None else args.draft == "on"
         parts, inbox, registry = build_parts(options, draft=draft), EngineInbox(), CollectorRegistry()
         node = PrefillNode(

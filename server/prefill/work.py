@@ -12,6 +12,7 @@ from server.cache.layout import Placement
 from server.engine.request import GenerationRequest, SamplingParams
 from server.prefill.peers import PeerSender
 from server.transfer.bootstrap import DecodePeer
+from server.transfer.faults import Fault
 from server.transfer.plan import CopyPlan, Push, Side
 from server.transfer.prefill_events import Pushed
 from server.transfer.prefill_room import PrefillRoom
@@ -83,6 +84,7 @@ class RoomWork:
     target: PeerSender
     placement: Placement | None = None
     outgoing: Outgoing | None = None
+    struck: tuple[Fault, ...] = ()
 
 
 def read_request(reserve: Reserve) -> GenerationRequest:
