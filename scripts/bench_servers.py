@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 
 import httpx
 from bench_data import BenchFailed, Stream
-from process_pair import Pair, Process, StopSignals
+from process_pair import Pair, Process, StopSignals, free_ports
 from prometheus_client.parser import text_string_to_metric_families
 from quickstart import BIN, HOST, LOGS, transfer_bytes, wait_ready
 
@@ -91,7 +90,7 @@ def running_servers(model: Path, threads: int, signals: StopSignals) -> Iterator
 
     Raises :class:`process_pair.PairFailed` if one does not become ready.
     """
-    bootstrap, *http = _free_ports(4)
+    bootstrap, *http = free_ports(4)
     common = ["--host", HOST, "--model", str(model), "--threads", str(threads), "--log-level", "warning"]
     roles = {
         "prefill": ["launch_prefill", "--bootstrap-port", str(bootstrap)],
@@ -146,14 +145,6 @@ async def _ask(client: httpx.AsyncClient, prompt: Sequence[int], n_tokens: int, 
     if not stream.counts or stream.counts[-1] != n_tokens:
         raise BenchFailed(f"an answer has {stream.counts[-1] if stream.counts else 0} tokens, expected {n_tokens}")
     return stream
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
 
 
 __all__ = ["Handoff", "Servers", "running_servers"]

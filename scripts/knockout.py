@@ -1,0 +1,205 @@
+"""What each lost state component does: refused by name with the checks on, and measured with the checks off.
+
+Starts one prefill and one decode process with speculative decoding, asks the bundled questions, and puts every
+component
+through every damage (the prefill node sends nothing, zeros, the rows of the room before, or rows shifted by one). With
+``--write`` the table goes between its markers in docs/failures.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from gsm8k_client import Answer, Endpoint, ask_all
+from gsm8k_data import Problem, completion_prompt, load_problems, marked_number, pick_shots
+from process_pair import Pair, PairFailed, Process, StopRequested, StopSignals, free_ports
+from prometheus_client.parser import text_string_to_metric_families
+from quickstart import BIN, HOST, LOGS, ROOT, wait_ready
+from rich.console import Console
+from rich.progress import track
+
+READY_TIMEOUT_S = 180.0
+QUESTIONS = ROOT / "server" / "assets" / "tiny-gsm8k"
+DOC = ROOT / "docs" / "failures.md"
+BEGIN, END = "<!-- knock-out table: begin -->", "<!-- knock-out table: end -->"
+COMPONENTS = (
+    "c4_kv", "c4_index", "c128_kv", "swa", "c4_state_a", "c4_state_b", "c4_index_state_a", "c4_index_state_b",
+    "c128_state", "draft_swa", "handoff",
+)  # fmt: skip
+DAMAGES = ("drop", "zero", "stale", "shift")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One pass over the questions. Accept lengths are 1 + accepted drafts a step, overall and in the first tokens."""
+
+    answers: Sequence[Answer]
+    accuracy: float
+    accept_length: float
+    early_accept_length: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One damage to one component: what the checks said, and what happened without them (None: nothing to measure)."""
+
+    component: str
+    damage: str
+    refused_as: str
+    without_checks: Figures | None
+    changed: int = 0
+
+
+class Bench:
+    """A running pair and its fault files. The files are read again for every room."""
+
+    def __init__(self, decode: str, problems: Sequence[Problem], prompts: Sequence[str], faults: Path) -> None:
+        self._decode, self._problems, self._prompts = decode, problems, prompts
+        self._sender, self._receiver = faults / "prefill", faults / "decode"
+
+    def set_faults(self, sender: str, *, checks: bool) -> None:
+        self._sender.write_text(sender)
+        self._receiver.write_text("" if checks else "unchecked")
+
+    def measure(self) -> Figures:
+        before = self._accept_sums()
+        answers = self._ask(self._prompts)
+        after = self._accept_sums()
+        right = [
+            a.error is None and marked_number(a.text) == p.gold for p, a in zip(self._problems, answers, strict=True)
+        ]
+        lengths = [
+            (after[name][0] - before[name][0]) / max(after[name][1] - before[name][1], 1)
+            for name in ("pd_accept_length", "pd_accept_length_early")
+        ]
+        return Figures(answers, sum(right) / len(right), *lengths)
+
+    def refusal(self) -> str:
+        """The error of two requests (``stale`` needs a room before), or "not refused"."""
+        errors = [answer.error for answer in self._ask(self._prompts[:2], concurrency=1)]
+        return errors[-1] or "not refused"
+
+    def _ask(self, prompts: Sequence[str], concurrency: int = 4) -> list[Answer]:
+        async def run() -> list[Answer]:
+            endpoint = Endpoint(self._decode, "completions", "tiny-dsv4", 64, ("Question:", "\n\n"), 120.0)
+            async with httpx.AsyncClient(timeout=120.0, trust_env=False) as client:
+                return await ask_all(client, endpoint, list(prompts), concurrency, lambda index, answer: None)
+
+        return asyncio.run(run())
+
+    def _accept_sums(self) -> dict[str, tuple[float, float]]:
+        """Sum and count of both accept length histograms."""
+        text = httpx.get(f"{self._decode}/metrics", trust_env=False).text
+        samples = {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
+        names = ("pd_accept_length", "pd_accept_length_early")
+        return {name: (samples.get(f"{name}_sum", 0.0), samples.get(f"{name}_count", 0.0)) for name in names}
+
+
+def run_all(
+    bench: Bench, components: Sequence[str], damages: Sequence[str], console: Console
+) -> tuple[Figures, list[Row]]:
+    """The healthy run, then every damage with checks and without."""
+    bench.set_faults("", checks=True)
+    healthy = bench.measure()
+    rows = []
+    cases = [(component, damage) for component in components for damage in damages]
+    for component, damage in track(cases, "damages", console=console):
+        bench.set_faults(f"{damage}:{component}", checks=True)
+        refused = bench.refusal()
+        if component == "handoff":  # without the row there is no first token, checks or not
+            rows.append(Row(component, damage, refused, None))
+            continue
+        bench.set_faults(f"{damage}:{component}", checks=False)
+        figures = bench.measure()
+        changed = sum(a.text != b.text for a, b in zip(figures.answers, healthy.answers, strict=True))
+        rows.append(Row(component, damage, refused, figures, changed))
+    bench.set_faults("", checks=True)
+    return healthy, rows
+
+
+def table(healthy: Figures, rows: Sequence[Row], n_questions: int) -> str:
+    """The markdown table."""
+    lines = [
+        "| component | damage | checks on: the request fails, naming | checks off: accuracy | answers changed | "
+        "accept length | in the first 32 tokens |",
+        "|---|---|---|---|---|---|---|",
+        f"| (healthy) | none | - | {healthy.accuracy:.2f} | 0 of {n_questions} | {healthy.accept_length:.2f} | "
+        f"{healthy.early_accept_length:.2f} |",
+    ]
+    for row in rows:
+        named = f"`{row.component}`" if row.component in row.refused_as else f"**{row.refused_as}**"
+        measured = "no first token | - | - | -"
+        if (f := row.without_checks) is not None:
+            lengths = f"{f.accept_length:.2f} | {f.early_accept_length:.2f}"
+            measured = f"{f.accuracy:.2f} | {row.changed} of {n_questions} | {lengths}"
+        lines.append(f"| `{row.component}` | {row.damage} | {named} | {measured} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the table; exit code 1 if a damage was not refused by its component's name."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--questions", type=int, default=40, metavar="N", help="questions of each measurement")
+    parser.add_argument("--spec-tokens", type=int, default=3, metavar="K", help="draft tokens of one step")
+    parser.add_argument("--components", nargs="+", choices=COMPONENTS, default=COMPONENTS, help="what to damage")
+    parser.add_argument("--damages", nargs="+", choices=DAMAGES, default=DAMAGES, help="how")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {DOC.relative_to(ROOT)}")
+    args = parser.parse_args(argv)
+    console = Console(stderr=True)
+    problems = load_problems(QUESTIONS / "test.jsonl")[: args.questions]
+    pool = load_problems(QUESTIONS / "train.jsonl")
+    prompts = [completion_prompt(problem, pick_shots(problem, pool, 4, 0)) for problem in problems]
+    try:
+        with StopSignals() as signals, ExitStack() as stack:
+            faults = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="knockout-")))
+            pair, prefill, decode = _pair(faults, args.spec_tokens, signals)
+            stack.callback(pair.stop)
+            client = stack.enter_context(httpx.Client(trust_env=False))
+            pair.start()
+            wait_ready(pair, client, prefill, decode, READY_TIMEOUT_S)
+            bench = Bench(decode, problems, prompts, faults)
+            healthy, rows = run_all(bench, args.components, args.damages, console)
+    except PairFailed as error:
+        print(f"knockout: {error}", file=sys.stderr)
+        return 2
+    except StopRequested:
+        return 130
+    made = table(healthy, rows, len(problems))
+    print(made)
+    if args.write:
+        text = DOC.read_text(encoding="utf-8")
+        head, _, rest = text.partition(BEGIN)
+        DOC.write_text(f"{head}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    silent = [row for row in rows if row.component not in row.refused_as]
+    for row in silent:
+        print(f"knockout: {row.damage} of {row.component} was not refused by name: {row.refused_as}", file=sys.stderr)
+    return 1 if silent else 0
+
+
+def _pair(faults: Path, spec_tokens: int, signals: StopSignals) -> tuple[Pair, str, str]:
+    """The two processes, each with its fault file, and their URLs."""
+    bootstrap, prefill, decode = free_ports(3)
+    LOGS.mkdir(exist_ok=True)
+    common = ["--host", HOST, "--log-level", "error"]
+    k, peer = str(spec_tokens), f"{HOST}:{bootstrap}"
+    commands = {
+        "prefill": ["launch_prefill", "--port", str(prefill), "--bootstrap-port", str(bootstrap)],
+        "decode": ["launch_decode", "--port", str(decode), "--prefill", peer, "--spec-tokens", k],
+    }
+    processes = [
+        Process(role, [str(BIN / name), *rest, *common, "--fault", f"@{faults / role}"], LOGS / f"knockout-{role}.log")
+        for role, (name, *rest) in commands.items()
+    ]
+    return Pair(processes, signals), f"http://{HOST}:{prefill}", f"http://{HOST}:{decode}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
