@@ -68,7 +68,7 @@ STAGES = (
     ),
     Stage(
         "few-shot, 512 tokens",
-        n_steps=400,
+        n_steps=600,
         n_tokens=512,
         n_documents=4,
         mixture=MIXED,
@@ -88,7 +88,7 @@ STAGES = (
     ),
     Stage(
         "few-shot, 1024 tokens",
-        n_steps=100,
+        n_steps=150,
         n_tokens=1024,
         n_documents=2,
         mixture=MIXED,

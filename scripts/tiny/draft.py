@@ -52,8 +52,8 @@ _SECTION = """\
 {heading}
 
 `mtp.0.*` is a NextN layer trained on this frozen target: its next-token distributions, first one token ahead, then in
-chains of {depth} that are fed with the layer's own streams, as in decoding. {n_steps} steps, {minutes:.0f} minutes on two shared CPU
-cores after the target had read the documents, seed {seed}; the last step of all, since a new target needs a new draft:
+chains of {depth} that are fed with the layer's own streams, as in decoding. {n_steps} steps took {minutes:.0f} minutes
+on two shared CPU cores after the target had read the documents, seed {seed}. A new target needs a new draft:
 
     python scripts/train_tiny.py draft
 

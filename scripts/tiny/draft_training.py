@@ -138,6 +138,8 @@ class DraftTrainer:
         """Trains up to step `until`, else to the end, with a bar, a row of the curve now and then, and checkpoints."""
         settings = self.settings
         end = settings.n_steps if until is None else until
+        if self.step >= end:
+            return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         rows: list[dict[str, float]] = []
         with Progress(*columns, refresh_per_second=0.5) as progress:
