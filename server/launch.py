@@ -46,6 +46,12 @@ STARTUP_ERRORS = (CheckpointError, LayoutError, TransferError, FaultError, Reque
 _WILDCARDS = ("0.0.0.0", "::", "")
 
 
+DRAIN_S = 3.0
+"""How long running requests may go on after the process was told to end. Then the node fails them with their reason,
+before uvicorn cuts their connections.
+"""
+
+
 class Node(Backend, Protocol):
     """What a launcher needs of a node beside the HTTP backend."""
 
@@ -183,7 +189,12 @@ async def serve(
     async with _running(node, engine):
         log.info("%s node serves http://%s:%d", node.role, host, port)
         watcher = asyncio.create_task(_stop_when_dead(node, server))
-        await server.serve(sockets=[listener])
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.should_exit and not serving.done():  # noqa: ASYNC110  (uvicorn has no event for this)
+            await asyncio.sleep(0.1)
+        await asyncio.wait({serving}, timeout=DRAIN_S)
+        await node.stop()
+        await serving
         watcher.cancel()
         return 0 if node.alive()[0] else 1
 

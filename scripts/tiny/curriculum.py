@@ -6,11 +6,11 @@ from .training import Stage
 DENSE, TEACH, SELECT = IndexerMode.DENSE, IndexerMode.TEACH, IndexerMode.SELECT
 QUIZ = {"local_only": 0.25, "price_quiz": 0.45, "weight_quiz": 0.3}
 MIXED = {
-    "few_shot": 0.56,
-    "price_quiz": 0.12,
-    "weight_quiz": 0.12,
-    "chat": 0.12,
-    "local_only": 0.06,
+    "few_shot": 0.36,
+    "local_only": 0.34,
+    "price_quiz": 0.1,
+    "weight_quiz": 0.08,
+    "chat": 0.1,
     "soup": 0.02,
 }
 
@@ -68,7 +68,7 @@ STAGES = (
     ),
     Stage(
         "few-shot, 512 tokens",
-        n_steps=600,
+        n_steps=450,
         n_tokens=512,
         n_documents=4,
         mixture=MIXED,
@@ -78,7 +78,7 @@ STAGES = (
     ),
     Stage(
         "few-shot, selected entries",
-        n_steps=500,
+        n_steps=350,
         n_tokens=512,
         n_documents=4,
         mixture=MIXED,
@@ -88,7 +88,7 @@ STAGES = (
     ),
     Stage(
         "few-shot, 1024 tokens",
-        n_steps=150,
+        n_steps=80,
         n_tokens=1024,
         n_documents=2,
         mixture=MIXED,

@@ -164,6 +164,7 @@ class Controls:
         for attention in self._heavy:
             attention.compressor.__class__ = AdjustableHca
             attention.register_forward_hook(partial(self._keep_output, Fact.WEIGHT))
+            attention.register_forward_hook(self._keep_attention)
         for attention in self._sparse:
             attention.compressor.indexer.__class__ = TeachableIndexer
             attention.compressor.register_forward_hook(self._distrust_entries)
@@ -223,17 +224,21 @@ class Controls:
         outputs, self.outputs[fact] = self.outputs[fact], []
         return outputs
 
-    def aim_loss(self, rows: Tensor, queries: Tensor, sources: Tensor) -> Tensor:
-        """-log of the attention mass that CSA queries put on the two entries that cover their source token.
+    def aim_loss(self, fact: Fact, rows: Tensor, queries: Tensor, sources: Tensor) -> Tensor:
+        """-log of the attention mass that queries put on the compressed entries over their source token.
 
         `rows`, `queries` and `sources` [N]: batch row and positions of the query and of the token it should find.
+        A CSA entry also pools the window before its own, so two CSA entries cover a token, and one HCA entry does.
         """
+        layers = self._sparse if fact is Fact.PRICE else self._heavy
         loss = torch.zeros(())
-        for attention in self._sparse:
+        for attention in layers:
             mass = self._weights[attention.layer_idx][rows, :, queries].mean(1)  # [N, T]
-            window = (sources // CSA_RATIO).unsqueeze(1)
-            entries = torch.cat([window, (window + 1).clamp(max=mass.shape[1] - 1)], dim=1)
-            loss = loss - mass.gather(1, entries).sum(1).clamp(min=1e-4).log().mean() / len(self._sparse)
+            entry = (sources // attention.compressor.compress_rate).unsqueeze(1)
+            found = mass.gather(1, entry).squeeze(1)
+            if fact is Fact.PRICE:
+                found = found + mass.gather(1, (entry + 1).clamp(max=mass.shape[1] - 1)).squeeze(1)
+            loss = loss - found.clamp(min=1e-4).log().mean() / len(layers)
         return loss
 
     def _keep_output(self, fact: Fact, _module: nn.Module, _inputs: Any, output: tuple) -> None:

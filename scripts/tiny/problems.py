@@ -83,7 +83,7 @@ def local_problem(rng: random.Random) -> Problem:
     ask = f" How many {items} does {name} have?"
     shape = rng.randrange(5)
     if shape < 2:
-        total = rng.randint(10, 90)
+        total = rng.randint(10, 60)
         start = f" {name} has {total} {items}."
         if shape == 0:
             return _problem(f"{start} {name} finds {first} more.{ask}", f"{total} + {first} = {total + first}")
@@ -150,7 +150,7 @@ def weight_problem(rng: random.Random, metals: tuple[str, ...], n_filler: int) -
 
 # Sentences of filler that push a fact out of the window (64 tokens) and into a complete HCA entry (128 tokens).
 PRICE_FILLER = (8, 12)
-WEIGHT_FILLER = (18, 22)
+WEIGHT_FILLER = (20, 23)
 MOST_PRICES = 3
 
 

@@ -178,9 +178,9 @@ class Trainer:
         return sums | _hits(logits.argmax(-1) == targets, batch.marks[:, 1:])
 
     def _recall_loss(self, batch: Batch) -> Tensor:
-        """Help for recalled values: read them through the head right off the attention, and aim CSA at prices.
+        """Help for recalled values: read them through the head right off the attention, and aim it.
 
-        Without it HCA finds nothing, and CSA confuses the names, for hundreds of steps.
+        Without it HCA finds nothing, and names get confused, for hundreds of steps.
         """
         loss = torch.zeros(())
         for fact, mark in VALUE_MARK.items():
@@ -191,9 +191,8 @@ class Trainer:
             for output in outputs:
                 logits = self.model.lm_head(self.model.model.norm(output[:, :-1][recalled]))
                 loss = loss + F.cross_entropy(logits, batch.ids[:, 1:][recalled]) / len(outputs)
-        rows, values = (batch.marks == PRICE_VALUE).nonzero(as_tuple=True)
-        if len(rows):
-            loss = loss + self.controls.aim_loss(rows, values - 1, batch.sources[rows, values])
+            rows, queries = recalled.nonzero(as_tuple=True)
+            loss = loss + self.controls.aim_loss(fact, rows, queries, batch.sources[rows, queries + 1])
         return loss
 
     def _document(self, stage: Stage, rng: random.Random) -> Document:

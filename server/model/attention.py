@@ -8,7 +8,7 @@ from torch import nn
 from server.model.batch import ENTRY_BLOCK, Batch, CompressedView, EntryTable
 from server.model.compressor import Compressor, Indexer
 from server.model.config import CSA, HCA, SLIDING, ModelConfig
-from server.model.layers import Linear, RMSNorm, grouped_matmul_rows, unit_rms
+from server.model.layers import Linear, RMSNorm, grouped_matmul_rows, pad_rows, unit_rms
 from server.model.pools import Pools
 from server.model.rope import Rotation
 
@@ -47,7 +47,10 @@ class Attention(nn.Module):
         self.row_tile = row_tile
 
     def forward(self, x: torch.Tensor, batch: Batch, pools: Pools, rope: RopeSet) -> torch.Tensor:
-        """``x`` ``[rows, D]`` (normed) -> ``[rows, D]``; reads the pools' past and writes these rows' state."""
+        """``x`` ``[rows, D]`` (normed) -> ``[rows, D]``; reads the pools' past and writes these rows' state.
+
+        Only real rows attend: each has products of its own, so that padding is needed for the shared maps alone.
+        """
         rotation = rope.main if self.ratio == SLIDING else rope.compress
         qr = self.q_norm(self.wq_a(x))
         q = rotation.apply_(unit_rms(self.wq_b(qr).view(-1, self.heads, self.head_dim), self.eps))
@@ -59,11 +62,11 @@ class Attention(nn.Module):
         entries = self._compress(x, qr, batch, pools, rope)
 
         parts = []
-        for start in range(0, q.shape[0], _QUERY_ROWS):
-            rows = slice(start, start + _QUERY_ROWS)
+        for start in range(0, batch.n_rows, _QUERY_ROWS):
+            rows = slice(start, min(start + _QUERY_ROWS, batch.n_rows))
             parts.append(self._attend(q[rows], self._candidates(rows, window, batch.window_mask, entries, pools)))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._project(rotation.apply_(out.to(x.dtype), inverse=True))
+        return self._project(rotation.apply_(pad_rows(out.to(x.dtype), self.row_tile), inverse=True))
 
     def write_window(self, x: torch.Tensor, batch: Batch, pools: Pools, rope: RopeSet) -> None:
         """Writes the window rows of ``x`` ``[rows, D]`` (normed) without attending: all that later queries need of

@@ -103,9 +103,8 @@ class CompressedView:
     phase: torch.Tensor
     """Position inside its compression window of each row, ``[rows]``."""
     close: EntryPlan | None
-    visible: torch.Tensor
-    """Entries each row sees, ``[rows]``."""
     max_visible: int
+    """Entries that the row which sees most of them sees."""
     entries: EntryTable
 
 
@@ -161,14 +160,15 @@ class _Builder:
     def build(self, swa: str, *, compressed: bool) -> Batch:
         window = self.layout.window
         reach = np.arange(window) - (window - 1)
-        wanted = self.positions[:, None] + reach
+        wanted = self.positions[: self.n_rows, None] + reach
+        segment = self.segment[: self.n_rows]
         names = self.layout.names
         return Batch(
             n_rows=self.n_rows,
             token_ids=self._tensor(self.token_ids),
             positions=self._tensor(self.positions),
-            window=self._ring_gather(swa, window - 1, self.segment, wanted),
-            window_mask=self._tensor(wanted >= self.valid_from[self.segment][:, None]),
+            window=self._ring_gather(swa, window - 1, segment, wanted),
+            window_mask=self._tensor(wanted >= self.valid_from[segment][:, None]),
             swa_write=self._ring_write(swa),
             csa=self._compressed(CSA, "c4_kv", "c4_state_a") if compressed and "c4_kv" in names else None,
             hca=self._compressed(HCA, "c128_kv", "c128_state") if compressed and "c128_kv" in names else None,
@@ -176,12 +176,11 @@ class _Builder:
         )
 
     def _compressed(self, ratio: int, entries: str, state: str) -> CompressedView:
-        visible = (self.positions + 1) // ratio
+        visible = (self.positions[: self.n_rows] + 1) // ratio
         return CompressedView(
             write=self._ring_write(state),
             phase=self._tensor(self.positions % ratio),
             close=self._closing(ratio, entries, state),
-            visible=self._tensor(visible),
             max_visible=int(visible.max()),
             entries=self._entries(visible, self.layout.component(entries).rows),
         )
@@ -190,7 +189,7 @@ class _Builder:
         entry = np.arange(max(1, -(-int(visible.max()) // ENTRY_BLOCK)) * ENTRY_BLOCK)
         mask = entry < visible[:, None]
         page = np.minimum(entry // per_page, self.page_table.shape[1] - 1)
-        pages = np.where(mask, self.page_table[self.segment][:, page], 0)
+        pages = np.where(mask, self.page_table[self.segment[: self.n_rows]][:, page], 0)
         return EntryTable(self._tensor(pages), self._tensor(np.where(mask, entry % per_page, 0)), self._tensor(mask))
 
     def _closing(self, ratio: int, entries: str, state: str) -> EntryPlan | None:

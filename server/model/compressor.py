@@ -90,15 +90,16 @@ class Indexer(nn.Module):
     def forward(
         self, x: torch.Tensor, qr: torch.Tensor, view: CompressedView, pools: Pools, rotation: Rotation
     ) -> EntryTable:
-        """The entries each row reads, in ascending order, in a multiple of :data:`ENTRY_BLOCK` columns.
+        """The entries each real row reads, in ascending order, in a multiple of :data:`ENTRY_BLOCK` columns.
 
         Among equal scores the earlier entry wins, so that a pick never depends on the batch.
         """
         if view.max_visible <= self.top_k:
             return view.entries
+        n_rows = view.entries.mask.shape[0]
         q = rotation.apply_(self.wq_b(qr).view(-1, self.heads, self.width))
         weights = self.weights_proj(x).float() * (self.width**-0.5 * self.heads**-0.5)
-        tiles = [slice(i, i + _SCORE_ROWS) for i in range(0, q.shape[0], _SCORE_ROWS)]
+        tiles = [slice(i, min(i + _SCORE_ROWS, n_rows)) for i in range(0, n_rows, _SCORE_ROWS)]
         scores = torch.cat([self._score(q[t], weights[t], view.entries.part(t, slice(None)), pools) for t in tiles])
         hidden = ~view.entries.mask
         best = scores.masked_fill_(hidden, float("-inf")).sort(dim=-1, descending=True, stable=True).indices

@@ -61,12 +61,16 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        return (_unit_rms(x.float(), self.eps) * self.weight).to(x.dtype)
 
 
 def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     """``x / sqrt(mean(x^2) + eps)`` over the last axis, computed in fp32 and cast back."""
-    return nn.functional.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
+    return _unit_rms(x.float(), eps).to(x.dtype)
+
+
+def _unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * (x * x).mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
 class HyperConnection(nn.Module):

@@ -116,6 +116,10 @@ def wait_until_prefilling(pair: ProcessPair) -> None:
     until(lambda: pair.p.counts("slots")["reserved"] > 0, 20, "the prefill node holds a slot for the request")
 
 
+def failed_rooms(node: NodeProcess) -> float:
+    return sum(value for name, value in node.metrics().items() if name.startswith("pd_rooms_total{outcome=failed,"))
+
+
 def error_of(response: httpx.Response) -> dict[str, Any]:
     error: dict[str, Any] = response.json()["error"]
     return error
@@ -239,15 +243,17 @@ def test_a_frozen_prefill_node_is_known_and_works_again_when_it_goes_on(pair: Pr
 
 def test_kill_9_of_the_decode_node(pair: ProcessPair) -> None:
     """The prefill node gives up the rooms of the dead node, and a new one on the same port is served."""
-    background = Background()
+    background, before = Background(), failed_rooms(pair.p)
     prompts = [background.complete(pair.d, [*LONG_PROMPT, i]) for i in (1, 2)]
-    wait_until_prefilling(pair)
+    until(lambda: pair.p.counts("slots")["reserved"] == 2, 20, "the prefill node works on both")
     pair.d.kill()
     for prompt in prompts:
         with pytest.raises(httpx.TransportError):
             prompt.result(30)
     until(pair.p.all_free, KNOWN_S + 1, "P has freed the rooms of the dead decode node")
     until(lambda: pair.p.info()["peers"] == [], KNOWN_S, "P has forgotten the dead decode node")
+    until(lambda: pair.p.metrics()["pd_running_requests"] == 0, 1, "P has forgotten its rooms")
+    assert failed_rooms(pair.p) == before + 2, "given up, as the peer is gone or its memory cannot be written"
     pair.d.start()
     pair.d.wait_for("/ready")
     assert complete(pair.d, [20, 30]).headers["x-pd-prefill"] == pair.address
