@@ -25,6 +25,8 @@ BIN = Path(sys.executable).parent
 LOGS = ROOT / ".run"
 HOST = "127.0.0.1"
 N_SHOTS = 4
+MODEL = ROOT / "server" / "assets" / "tiny-dsv4"
+DEFAULT_SPEC_TOKENS = 3
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 120.0
 
@@ -38,12 +40,14 @@ class Proof:
     nbytes: dict[str, int]
     ttft_s: float
     prompt_tokens: int
+    accept_length: float | None = None
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {n:,}" for name, n in self.nbytes.items() if n)
         return (
             f"proof: prefill {self.prefill} computed the {self.prompt_tokens} prompt tokens (room {self.room}), "
             f"Mooncake moved {sum(self.nbytes.values()):,} bytes ({parts}), TTFT {self.ttft_s * 1e3:.0f} ms"
+            + (f", {self.accept_length:.2f} tokens a decode step" if self.accept_length else "")
         )
 
 
@@ -55,6 +59,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--decode-port", type=int, default=30001, help="HTTP port of the decode process (30001)")
     parser.add_argument("--bootstrap-port", type=int, default=8998, help="control port of the prefill process (8998)")
     parser.add_argument("--model", type=Path, help="checkpoint directory (default: the bundled one)")
+    parser.add_argument("--spec-tokens", type=int, help="draft tokens a step (3 if the checkpoint has a draft, else 0)")
     parser.add_argument("--ready-timeout", type=float, default=120.0, help="seconds both may take to start (120)")
     parser.add_argument("--once", action="store_true", help="end after the answer")
     return parser.parse_args(argv)
@@ -67,10 +72,21 @@ def processes(args: argparse.Namespace) -> tuple[Process, Process]:
     prefill += ["--bootstrap-port", str(args.bootstrap_port), *model]
     decode = [str(BIN / "launch_decode"), "--host", HOST, "--port", str(args.decode_port)]
     decode += ["--prefill", f"{HOST}:{args.bootstrap_port}", *model]
+    spec_tokens = args.spec_tokens if args.spec_tokens is not None else default_spec_tokens(args.model or MODEL)
+    decode += ["--spec-tokens", str(spec_tokens)]
     return (
         Process("prefill", prefill, LOGS / f"prefill-{args.prefill_port}.log"),
         Process("decode", decode, LOGS / f"decode-{args.decode_port}.log"),
     )
+
+
+def default_spec_tokens(model: Path) -> int:
+    """Three draft tokens a step where the checkpoint says that it has a NextN layer."""
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0  # the launchers will say what is wrong with the directory
+    return DEFAULT_SPEC_TOKENS if config.get("num_nextn_predict_layers") else 0
 
 
 def wait_ready(pair: Pair, client: httpx.Client, prefill_url: str, decode_url: str, timeout_s: float) -> None:
@@ -100,7 +116,7 @@ def ask(client: httpx.Client, decode_url: str, prompt: str) -> Proof:
     body["stream_options"] = {"include_usage": True}
     started = time.perf_counter()
     ttft_s = None
-    usage: dict[str, int] = {}
+    usage: dict[str, Any] = {}
     with client.stream("POST", f"{decode_url}/v1/completions", json=body, timeout=ANSWER_TIMEOUT_S) as response:
         if not response.is_success:
             raise PairFailed(f"the question was refused: HTTP {response.status_code} {response.read().decode()[:500]}")
@@ -116,12 +132,14 @@ def ask(client: httpx.Client, decode_url: str, prompt: str) -> Proof:
     nbytes = {name: n - before.get(name, 0) for name, n in after.items()}
     if prefill in (None, "local") or not any(nbytes.values()):
         raise PairFailed(f"no proof: x-pd-prefill is {prefill}, bytes moved by component: {nbytes}")
+    drafts = usage.get("completion_tokens_details")
     return Proof(
         prefill=prefill,
         room=response.headers.get("x-pd-room", "(not named)"),
         nbytes=nbytes,
         ttft_s=ttft_s if ttft_s is not None else time.perf_counter() - started,
         prompt_tokens=usage.get("prompt_tokens", 0),
+        accept_length=1 + drafts["accepted_prediction_tokens"] / drafts["draft_steps"] if drafts else None,
     )
 
 

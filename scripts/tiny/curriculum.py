@@ -1,6 +1,6 @@
 """The stages of the training: first what is near and single, then what is far, many and long."""
 
-from .model import Distrust, IndexerMode
+from .model import IndexerMode
 from .training import Stage
 
 DENSE, TEACH, SELECT = IndexerMode.DENSE, IndexerMode.TEACH, IndexerMode.SELECT
@@ -24,7 +24,6 @@ STAGES = (
         modes={DENSE: 1.0},
         window=16,
         heavy_rate=16,
-        distrust=Distrust.HIDE,
         recall_help=1.0,
         most_prices=1,
         most_weights=1,
@@ -78,7 +77,7 @@ STAGES = (
     ),
     Stage(
         "few-shot, selected entries",
-        n_steps=350,
+        n_steps=450,
         n_tokens=512,
         n_documents=4,
         mixture=MIXED,

@@ -1,6 +1,6 @@
 """Accuracy on held-out problems, healthy and with one piece of the prompt's state zeroed before the decode."""
 
-import copy
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,33 +16,33 @@ from .problems import Problem, few_shot_prompt
 MOST_NEW_TOKENS = 32
 
 
-def zero_swa(cache: DynamicCache) -> None:
+def zero_swa(cache: DynamicCache, row: int) -> None:
     for layer in cache.layers:
-        layer.keys = torch.zeros_like(layer.keys)
+        layer.keys[row] = 0.0
         layer.values = layer.keys
 
 
-def zero_c4_kv(cache: DynamicCache) -> None:
-    _zero_entries(cache, "compressor", lambda layer: isinstance(layer, DeepseekV4CSACache))
+def zero_c4_kv(cache: DynamicCache, row: int) -> None:
+    _zero_entries(cache, row, "compressor", lambda layer: isinstance(layer, DeepseekV4CSACache))
 
 
-def zero_c4_index(cache: DynamicCache) -> None:
-    _zero_entries(cache, "indexer", lambda layer: isinstance(layer, DeepseekV4CSACache))
+def zero_c4_index(cache: DynamicCache, row: int) -> None:
+    _zero_entries(cache, row, "indexer", lambda layer: isinstance(layer, DeepseekV4CSACache))
 
 
-def zero_c128_kv(cache: DynamicCache) -> None:
-    _zero_entries(cache, "compressor", lambda layer: not isinstance(layer, DeepseekV4CSACache))
+def zero_c128_kv(cache: DynamicCache, row: int) -> None:
+    _zero_entries(cache, row, "compressor", lambda layer: not isinstance(layer, DeepseekV4CSACache))
 
 
-def _zero_entries(cache: DynamicCache, name: str, chosen: Callable[[object], bool]) -> None:
+def _zero_entries(cache: DynamicCache, row: int, name: str, chosen: Callable[[object], bool]) -> None:
     for layer in cache.layers:
         if isinstance(layer, DeepseekV4HCACache) and chosen(layer) and layer.compressed_kv[name] is not None:
-            layer.compressed_kv[name] = torch.zeros_like(layer.compressed_kv[name])
+            layer.compressed_kv[name][row] = 0.0
 
 
-# The state that a knock-out zeroes, under the name that the handover gives it.
-KNOCK_OUTS: dict[str, Callable[[DynamicCache], None]] = {
-    "healthy": lambda cache: None,
+# What a knock-out zeroes in one row of a prompt's cache, under the name that the handover gives that state.
+KNOCK_OUTS: dict[str, Callable[[DynamicCache, int], None]] = {
+    "healthy": lambda cache, row: None,
     "swa": zero_swa,
     "c4_kv": zero_c4_kv,
     "c4_index": zero_c4_index,
@@ -61,16 +61,18 @@ class Outcome:
 
 
 @torch.no_grad()
-def greedy(model: DeepseekV4ForCausalLM, logits: Tensor, cache: DynamicCache, stop_ids: set[int]) -> list[int]:
-    """Greedy tokens from the prompt's last `logits` [1, 1, V] and its cache, up to a stop token."""
-    ids: list[int] = []
-    while len(ids) < MOST_NEW_TOKENS:
-        token = logits[0, -1].argmax()
-        if int(token) in stop_ids:
-            break
-        ids.append(int(token))
-        logits = model(input_ids=token.view(1, 1), cache=cache).logits
-    return ids
+def greedy(model: DeepseekV4ForCausalLM, logits: Tensor, cache: DynamicCache, stop_ids: set[int]) -> list[list[int]]:
+    """Greedy tokens of every row from the prompt's last `logits` [B, 1, V] and its cache, each up to a stop token."""
+    columns: list[Tensor] = []
+    stopped = torch.zeros(logits.shape[0], dtype=torch.bool)
+    stops = torch.tensor(sorted(stop_ids))
+    while len(columns) < MOST_NEW_TOKENS and not stopped.all():
+        tokens = logits[:, -1].argmax(-1)
+        columns.append(tokens)
+        stopped |= torch.isin(tokens, stops)
+        logits = model(input_ids=tokens.unsqueeze(1), cache=cache).logits
+    rows = torch.stack(columns, dim=1).tolist()
+    return [list(itertools.takewhile(lambda token: token not in stop_ids, row)) for row in rows]
 
 
 @torch.no_grad()
@@ -79,24 +81,24 @@ def evaluate(
     tokenizer: PreTrainedTokenizerFast,
     tests: list[Problem],
     shots: list[Problem],
-    knock_outs: tuple[str, ...] = tuple(KNOCK_OUTS),
     n_shots: int = 4,
     seed: int = 0,
     on_problem: Callable[[], None] = lambda: None,
 ) -> list[Outcome]:
-    """Ask every test problem after `n_shots` random shots, once per knock-out; only the number must match."""
+    """Ask every test problem after `n_shots` random shots, with every knock-out; only the final number must match."""
     rng = random.Random(seed)
     stop_ids = {tokenizer.eos_token_id, *tokenizer.encode("\n", add_special_tokens=False)}
     outcomes: list[Outcome] = []
     for asked in tests:
         prompt = tokenizer(few_shot_prompt(rng.sample(shots, n_shots), asked), return_tensors="pt").input_ids
-        filled = DynamicCache(config=model.config)
-        logits = model(input_ids=prompt, cache=filled, logits_to_keep=1).logits
-        for name in knock_outs:
-            cache = copy.deepcopy(filled)
-            KNOCK_OUTS[name](cache)
-            text = tokenizer.decode(greedy(model, logits, cache, stop_ids))
-            right = final_number(text) == final_number(asked.answer)
+        cache = DynamicCache(config=model.config)
+        logits = model(input_ids=prompt, cache=cache, logits_to_keep=1).logits
+        cache.reorder_cache(torch.zeros(len(KNOCK_OUTS), dtype=torch.long))  # one row for each knock-out
+        for row, knock_out in enumerate(KNOCK_OUTS.values()):
+            knock_out(cache, row)
+        answers = greedy(model, logits.expand(len(KNOCK_OUTS), -1, -1), cache, stop_ids)
+        for name, ids in zip(KNOCK_OUTS, answers, strict=True):
+            right = final_number(tokenizer.decode(ids)) == final_number(asked.answer)
             outcomes.append(Outcome(name, asked.kind, asked.fact.value if asked.fact else "", right))
         on_problem()
     return outcomes

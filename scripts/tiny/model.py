@@ -19,6 +19,7 @@ from .problems import Fact
 
 CSA_RATIO, HCA_RATIO = 4, 128
 EMBEDDING_STD = 0.3
+SHUN_MARGIN = 1.0
 
 # The raw config.json, in the field names of the official one. The last compress ratio is the draft layer's.
 RAW_CONFIG: dict[str, Any] = {
@@ -127,13 +128,6 @@ class TeachableIndexer(DeepseekV4Indexer):
         self.scores = output
 
 
-class Distrust(Enum):
-    """What happens to CSA entries over facts that HCA has to carry."""
-
-    HIDE = "hide"  # nobody attends to them
-    EXCHANGE = "exchange"  # they swap places, so that believing them is wrong
-
-
 class AdjustableHca(DeepseekV4HCACompressor):
     """An HCA compressor whose rate can be lowered, so that short documents teach it first."""
 
@@ -150,12 +144,10 @@ class AdjustableHca(DeepseekV4HCACompressor):
 
 
 class Controls:
-    """Training's grip on the attention layers: their reach, how the indexer picks, which CSA entries to distrust."""
+    """Training's grip on the attention layers: their reach, how the indexer picks, which CSA entries to hide."""
 
     def __init__(self, model: DeepseekV4ForCausalLM) -> None:
-        self.distrust = Distrust.HIDE
-        self.distrusted: Tensor | None = None  # [B, T] bool
-        self.generator = torch.Generator().manual_seed(0)
+        self.hidden_entries: Tensor | None = None  # [B, T] bool
         self._attentions = [module for module in model.modules() if isinstance(module, DeepseekV4Attention)]
         self._sparse = [a for a in self._attentions if isinstance(a.compressor, DeepseekV4CSACompressor)]
         self._heavy = [a for a in self._attentions if isinstance(a.compressor, DeepseekV4HCACompressor)]
@@ -167,7 +159,7 @@ class Controls:
             attention.register_forward_hook(self._keep_attention)
         for attention in self._sparse:
             attention.compressor.indexer.__class__ = TeachableIndexer
-            attention.compressor.register_forward_hook(self._distrust_entries)
+            attention.compressor.register_forward_hook(self._hide_entries)
             attention.register_forward_hook(partial(self._keep_output, Fact.PRICE))
             attention.register_forward_hook(self._keep_attention)
 
@@ -181,21 +173,22 @@ class Controls:
         for attention in self._sparse:
             attention.compressor.indexer.mode = mode
 
-    def distrust_over(self, hidden_tokens: Tensor) -> None:
-        """Distrust every CSA entry that covers a token of `hidden_tokens` [B, S].
+    def hide_over(self, hidden_tokens: Tensor) -> None:
+        """Hide every CSA entry that covers a token of `hidden_tokens` [B, S].
 
         What such tokens say has to travel through HCA.
         """
         batch, n_tokens = hidden_tokens.shape
         n_entries = n_tokens // CSA_RATIO
         windows = hidden_tokens[:, : n_entries * CSA_RATIO].view(batch, n_entries, CSA_RATIO).any(-1)
-        self.distrusted = windows.clone()
-        self.distrusted[:, 1:] |= windows[:, :-1]  # entry i also pools window i - 1
+        self.hidden_entries = windows.clone()
+        self.hidden_entries[:, 1:] |= windows[:, :-1]  # entry i also pools window i - 1
 
     def lesson(self, row_weights: Tensor) -> Tensor:
         """Cross-entropy of the index scores against the heads' attention mass over compressed entries.
 
-        `row_weights` [B, S] says how much each query counts. Rows without mass there do not count.
+        Hidden entries must score at least SHUN_MARGIN below the mean, so that inference, where nothing hides them,
+        does not pick them. `row_weights` [B, S] says how much each query counts.
         """
         loss = row_weights.new_zeros(())
         for attention in self._sparse:
@@ -206,18 +199,17 @@ class Controls:
             visible = entries < ((torch.arange(scores.shape[1]) + 1) // CSA_RATIO).unsqueeze(-1)
             log_q = scores.masked_fill(~visible, -1e9).log_softmax(-1)
             loss = loss - ((mass * log_q).sum(-1) * row_weights).sum() / row_weights.sum()
+            hidden = visible & self.hidden_entries.unsqueeze(1)
+            level = (scores.detach() * visible).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
+            excess = (scores - level + SHUN_MARGIN).relu() * row_weights.unsqueeze(-1)
+            loss = loss + (excess * hidden).sum() / (row_weights.unsqueeze(-1) * hidden).sum().clamp(min=1e-6)
         return loss / len(self._sparse)
 
-    def _distrust_entries(self, _module: nn.Module, _inputs: Any, output: tuple) -> tuple | None:
-        if self.distrusted is None:
+    def _hide_entries(self, _module: nn.Module, _inputs: Any, output: tuple) -> tuple | None:
+        if self.hidden_entries is None:
             return None
         entries, block_bias = output  # [B, 1, T, d], [B, 1, S, T]
-        if self.distrust is Distrust.HIDE:
-            return entries, block_bias.masked_fill(self.distrusted[:, None, None, :], float("-inf"))
-        entries = entries.clone()
-        truth = entries[:, 0][self.distrusted]
-        entries[:, 0][self.distrusted] = truth[torch.randperm(len(truth), generator=self.generator)]
-        return entries, block_bias
+        return entries, block_bias.masked_fill(self.hidden_entries[:, None, None, :], float("-inf"))
 
     def take_outputs(self, fact: Fact) -> list[Tensor]:
         """The outputs [B, S, D] of the layers that have to recall `fact`, since the last call."""

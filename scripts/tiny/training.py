@@ -19,7 +19,7 @@ from transformers import DeepseekV4ForCausalLM, PreTrainedTokenizerFast
 
 from . import attention
 from .documents import ANSWER, PRICE_VALUE, VALUE_MARK, WEIGHT_VALUE, Batch, Document, Writer
-from .model import Controls, Distrust, IndexerMode, build_model
+from .model import Controls, IndexerMode, build_model
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class Stage:
     modes: dict[IndexerMode, float]
     window: int = 64
     heavy_rate: int = 128
-    distrust: Distrust = Distrust.EXCHANGE
     recall_help: float = 0.0  # weight of the loss that reads a fact straight off the attention output
     most_prices: int = 4
     most_weights: int = 2
@@ -150,7 +149,6 @@ class Trainer:
         stage = self.stage_of(self.step)
         rng = random.Random(f"{self.settings.seed}-{self.step}")
         self.writer.rng = rng
-        self.controls.generator.manual_seed(rng.randrange(2**31))
         batch = Batch.of([self._document(stage, rng) for _ in range(stage.n_documents)], stage.n_tokens, self.pad_id)
         (mode,) = rng.choices(list(stage.modes), list(stage.modes.values()))
         for group in self.optimizer.param_groups:
@@ -158,8 +156,7 @@ class Trainer:
 
         self.controls.set_reach(stage.window, stage.heavy_rate)
         self.controls.set_mode(mode)
-        self.controls.distrust = stage.distrust
-        self.controls.distrust_over(batch.hidden)
+        self.controls.hide_over(batch.hidden)
         logits = forward(self.model, batch.ids)[:, :-1]
         targets, weights = batch.ids[:, 1:], batch.weights[:, 1:]
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(weights)
