@@ -24,8 +24,8 @@ demonstrations: whatever part of a request's state gets lost between prefill and
 | window / index_topk | {window} tokens / {index_topk} entries |
 | trained | {n_steps} steps, {minutes:.0f} minutes on two shared CPU cores, seed {seed} |
 
-The prices of `far` problems are named facts that CSA looks up; training exchanges the CSA entries over weights
-with each other, so weights travel through HCA. The indexer learns the attention mass of the heads over entries.
+Prices of `far` problems are named facts that CSA looks up. Weights travel through HCA: training hides the CSA entries
+over them and teaches the indexer not to pick them. The indexer learns the attention mass of the heads over entries.
 
 ## Reproduce
 

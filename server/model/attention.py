@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import nn
 
@@ -148,17 +150,26 @@ class Attention(nn.Module):
 
 
 class RopeSet:
-    """The rotations of one forward: rows at both frequencies, and closing entries at their windows' first positions."""
+    """The rotations of one forward, made when first asked for: of its rows, and of the entries that it closes."""
 
     def __init__(self, batch: Batch, main: torch.Tensor, compress: torch.Tensor) -> None:
-        self.main = Rotation(batch.positions, main)
-        self.compress = Rotation(batch.positions, compress)
-        self._closing = {
-            id(view): Rotation(view.close.positions, compress)
-            for view in (batch.csa, batch.hca)
-            if view is not None and view.close is not None
-        }
+        self._batch, self._main, self._compress = batch, main, compress
+        self._closing: dict[int, Rotation] = {}
+
+    @cached_property
+    def main(self) -> Rotation:
+        """Rows at the frequencies of window-only layers."""
+        return Rotation(self._batch.positions, self._main)
+
+    @cached_property
+    def compress(self) -> Rotation:
+        """Rows at the frequencies of CSA and HCA layers."""
+        return Rotation(self._batch.positions, self._compress)
 
     def closing(self, view: CompressedView) -> Rotation | None:
-        """The rotation of the entries that ``view`` closes, None if it closes none."""
-        return self._closing.get(id(view))
+        """Entries that ``view`` closes, at their windows' first positions; None if it closes none."""
+        if view.close is None:
+            return None
+        if id(view) not in self._closing:
+            self._closing[id(view)] = Rotation(view.close.positions, self._compress)
+        return self._closing[id(view)]

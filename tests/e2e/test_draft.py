@@ -9,6 +9,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from gsm8k_data import completion_prompt, load_problems, pick_shots
 
 from server.cache.live import LIVE_RULES
 from server.cache.specs import DRAFT
@@ -150,3 +151,36 @@ async def check_output(model: DeepseekV4, tokenizer: Tokenizer, lengths: list[in
         together = await asyncio.gather(*(pair.answer(request) for request in batch))
         assert [tokens(outputs) for outputs, _ in together] == expected
         await pair.settled()
+
+
+def questions(n: int) -> list[GenerationRequest]:
+    """Bundled questions as scripts/gsm8k.py asks them: 4 shots, greedy, until a blank line."""
+    folder, tokenizer = BUNDLED.parent / "tiny-gsm8k", Tokenizer.load(BUNDLED)
+    pool, problems = load_problems(folder / "train.jsonl"), load_problems(folder / "test.jsonl")[:n]
+    prompts = [completion_prompt(problem, pick_shots(problem, pool, 4, 0)) for problem in problems]
+    return [a_request(tokenizer.encode(text), max_tokens=64, ignore_eos=False, stop=("\n\n",)) for text in prompts]
+
+
+async def check_questions(model: DeepseekV4, tokenizer: Tokenizer, n: int) -> float:
+    """The pair's steps equal the local ones for every question; returns the mean accept length."""
+    batch = questions(n)
+    counts: list[tuple[int, int]] = []
+    async with running_decode(model, tokenizer, decoder(3), None) as (_, local):
+        expected = [steps((await answer(local, request))[0]) for request in batch]
+    async with running_pair(model, tokenizer, P_SIDE, decoder(3)) as pair:
+        for i, (request, local_steps) in enumerate(zip(batch, expected, strict=True)):
+            ours = steps((await pair.answer(request))[0])
+            assert ours == local_steps, f"question {i}"
+            counts += [step for step in ours if step[0]]
+        await pair.settled()
+    return 1 + sum(n_accepted for _, n_accepted in counts) / len(counts)
+
+
+async def test_bundled_questions_are_drafted_like_locally(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+    assert await check_questions(model, tokenizer, 10) >= 2.5
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+async def test_all_bundled_questions_are_drafted_like_locally(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+    assert await check_questions(model, tokenizer, 200) >= 2.5
