@@ -6,12 +6,12 @@ from .training import Stage
 DENSE, TEACH, SELECT = IndexerMode.DENSE, IndexerMode.TEACH, IndexerMode.SELECT
 QUIZ = {"local_only": 0.25, "price_quiz": 0.45, "weight_quiz": 0.3}
 MIXED = {
-    "few_shot": 0.36,
-    "local_only": 0.34,
-    "price_quiz": 0.1,
-    "weight_quiz": 0.08,
-    "chat": 0.1,
-    "soup": 0.02,
+    "few_shot": 0.3,
+    "local_only": 0.48,
+    "price_quiz": 0.08,
+    "weight_quiz": 0.07,
+    "chat": 0.06,
+    "soup": 0.01,
 }
 
 STAGES = (
@@ -77,7 +77,7 @@ STAGES = (
     ),
     Stage(
         "few-shot, selected entries",
-        n_steps=450,
+        n_steps=530,
         n_tokens=512,
         n_documents=4,
         mixture=MIXED,

@@ -40,7 +40,7 @@ class Settings:
     text_share: float = 0.1  # of the positions outside answers, how many start a chain
     text_weight: float = 0.1  # of a drafted token outside answers; one inside has weight 1
     depth_decay: float = 0.8  # the weight of the next drafted token
-    peak_lr: float = 3e-3
+    peak_lr: float = 6e-3
     final_lr: float = 1e-5
     n_warmup: int = 30
     decay_share: float = 0.6

@@ -71,7 +71,7 @@ class NextN(DeepseekV4DecoderLayer):
         layer.norm.load_state_dict(backbone.norm.state_dict())
         with torch.no_grad():
             layer.h_proj.weight.copy_(torch.eye(layer.h_proj.in_features))
-            layer.e_proj.weight.copy_(torch.eye(layer.e_proj.in_features))
+            layer.e_proj.weight.copy_(0.3 * torch.eye(layer.e_proj.in_features))
         return layer
 
     def mix(self, embedded: Tensor, streams: Tensor) -> Tensor:

@@ -79,21 +79,20 @@ def filler(rng: random.Random, n_sentences: int) -> list[Span]:
 def local_problem(rng: random.Random) -> Problem:
     """One or two steps over numbers that stand in the question."""
     name, items = rng.choice(NAMES), rng.choice(ITEMS)
-    first, second = rng.randint(2, 9), rng.randint(2, 9)
+    first, second, third = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 5)
     ask = f" How many {items} does {name} have?"
     shape = rng.randrange(5)
     if shape < 2:
-        total = rng.randint(10, 60)
+        total = rng.randint(10, 40)
         start = f" {name} has {total} {items}."
         if shape == 0:
-            return _problem(f"{start} {name} finds {first} more.{ask}", f"{total} + {first} = {total + first}")
-        return _problem(f"{start} {name} gives away {first}.{ask}", f"{total} - {first} = {total - first}")
+            return _problem(f"{start} {name} finds {third} more.{ask}", f"{total} + {third} = {total + third}")
+        return _problem(f"{start} {name} gives away {third}.{ask}", f"{total} - {third} = {total - third}")
     product = first * second
     start = f" {name} has {first} bags with {second} {items} each."
     work = f"{first} * {second} = {product}"
     if shape == 2:
         return _problem(start + ask, work)
-    third = rng.randint(2, 9)
     if shape == 3 or product <= third:
         return _problem(f"{start} {name} finds {third} more.{ask}", f"{work}. {product} + {third} = {product + third}")
     return _problem(f"{start} {name} gives away {third}.{ask}", f"{work}. {product} - {third} = {product - third}")

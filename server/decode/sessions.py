@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 
 from server.cache.arena import Arena
-from server.transfer.engines.base import RegistrationFailed, TransferEngine
+from server.transfer.engines.base import RegistrationFailed, TransferEngine, open_registered
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +54,4 @@ class TransportSessions:
             await self.fence(address)
 
     def _open(self) -> TransferEngine:
-        engine = self._make_engine()
-        try:
-            engine.register(self._arena.ptr, self._arena.nbytes)
-        except Exception:
-            engine.close()
-            raise
-        return engine
+        return open_registered(self._make_engine, self._arena.ptr, self._arena.nbytes)

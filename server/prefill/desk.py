@@ -322,6 +322,7 @@ class RoomDesk:
         for phase, seconds in room.phase_s.items():
             self._metrics.phase(phase, seconds)
         if action.outcome == "committed" and room.done is not None:
+            self._metrics.phase("digest", room.done.timings.digest_s)
             self._metrics.transferred({sent.component: sent.nbytes for sent in room.done.sent}, room.done.pieces)
         if not work.target.peer.lost:
             self._tombstones.bury(room.key, room.failure, clean=action.clean)

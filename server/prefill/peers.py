@@ -14,7 +14,7 @@ import xxhash
 from server.cache.arena import Arena
 from server.cache.layout import PROBE_NBYTES, Run
 from server.transfer.bootstrap import DecodePeer
-from server.transfer.engines.base import TransferEngine
+from server.transfer.engines.base import TransferEngine, open_registered
 from server.transfer.protocol import PROBE_BLOCK_NBYTES, Probe, ProbeDone, clip
 from server.transfer.sender import Piece, Sender, SendJob, SendOutcome, SendResult
 
@@ -49,9 +49,7 @@ class PeerSender:
         self.sender.start()
 
     def _make_engine(self) -> TransferEngine:
-        engine = self._make_transport()
-        engine.register(self._arena.ptr, self._arena.nbytes)
-        return engine
+        return open_registered(self._make_transport, self._arena.ptr, self._arena.nbytes)
 
     async def close(self, timeout_s: float) -> None:
         """Ends the thread; pieces still in flight after ``timeout_s`` are left to the decode node's fence."""

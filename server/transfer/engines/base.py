@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import NewType, Protocol
 
 
@@ -95,3 +96,14 @@ class TransferEngine(Protocol):
     def close(self) -> None:
         """End the endpoint. This is the fence: when it returns, no peer's write lands through it any more."""
         ...
+
+
+def open_registered(make_engine: Callable[[], TransferEngine], ptr: int, nbytes: int) -> TransferEngine:
+    """A new endpoint with one region registered; closed again if that fails. Raises what either raises."""
+    engine = make_engine()
+    try:
+        engine.register(ptr, nbytes)
+    except Exception:
+        engine.close()
+        raise
+    return engine
