@@ -6,10 +6,11 @@ from .training import Stage
 DENSE, TEACH, SELECT = IndexerMode.DENSE, IndexerMode.TEACH, IndexerMode.SELECT
 QUIZ = {"local_only": 0.25, "price_quiz": 0.45, "weight_quiz": 0.3}
 MIXED = {
-    "few_shot": 0.3,
-    "local_only": 0.48,
-    "price_quiz": 0.08,
-    "weight_quiz": 0.07,
+    "few_shot": 0.26,
+    "drill": 0.34,
+    "local_only": 0.18,
+    "price_quiz": 0.07,
+    "weight_quiz": 0.08,
     "chat": 0.06,
     "soup": 0.01,
 }
@@ -77,7 +78,7 @@ STAGES = (
     ),
     Stage(
         "few-shot, selected entries",
-        n_steps=530,
+        n_steps=730,
         n_tokens=512,
         n_documents=4,
         mixture=MIXED,

@@ -90,6 +90,20 @@ class Writer:
 
         return self._fill(n_tokens, lambda: self._completion(local()))
 
+    def drill(self, n_tokens: int) -> Document:
+        """Sums and differences, one after the other, of the sizes that local problems have."""
+
+        def equation() -> Document:
+            total, change = self.rng.randint(4, 40), self.rng.randint(2, 5)
+            sign, result = self.rng.choice((("+", total + change), ("-", total - change)))
+            document = Document()
+            document.append(self.encode(f" {total} {sign} {change} ="))
+            document.append(self.encode(f" {result}"), ANSWER_WEIGHT, ANSWER)
+            document.append(self.encode("."))
+            return document
+
+        return self._fill(n_tokens, equation)
+
     def chat(self, n_tokens: int) -> Document:
         """Turns of the chat form, one problem each, as many as fit."""
         return self._fill(n_tokens, lambda: self._turn(any_problem(self.rng, Split.STREAM)))

@@ -77,25 +77,28 @@ def filler(rng: random.Random, n_sentences: int) -> list[Span]:
 
 
 def local_problem(rng: random.Random) -> Problem:
-    """One or two steps over numbers that stand in the question."""
+    """One or two steps over numbers that stand in the question; sums and differences change up to 40 by up to 5."""
     name, items = rng.choice(NAMES), rng.choice(ITEMS)
-    first, second, third = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 5)
+    change = rng.randint(2, 5)
     ask = f" How many {items} does {name} have?"
     shape = rng.randrange(5)
     if shape < 2:
         total = rng.randint(10, 40)
         start = f" {name} has {total} {items}."
         if shape == 0:
-            return _problem(f"{start} {name} finds {third} more.{ask}", f"{total} + {third} = {total + third}")
-        return _problem(f"{start} {name} gives away {third}.{ask}", f"{total} - {third} = {total - third}")
+            return _problem(f"{start} {name} finds {change} more.{ask}", f"{total} + {change} = {total + change}")
+        return _problem(f"{start} {name} gives away {change}.{ask}", f"{total} - {change} = {total - change}")
+    first, second = (rng.randint(2, 9), rng.randint(2, 9)) if shape == 2 else (rng.randint(2, 5), rng.randint(2, 8))
     product = first * second
     start = f" {name} has {first} bags with {second} {items} each."
     work = f"{first} * {second} = {product}"
     if shape == 2:
         return _problem(start + ask, work)
-    if shape == 3 or product <= third:
-        return _problem(f"{start} {name} finds {third} more.{ask}", f"{work}. {product} + {third} = {product + third}")
-    return _problem(f"{start} {name} gives away {third}.{ask}", f"{work}. {product} - {third} = {product - third}")
+    if shape == 3 or product <= change:
+        return _problem(
+            f"{start} {name} finds {change} more.{ask}", f"{work}. {product} + {change} = {product + change}"
+        )
+    return _problem(f"{start} {name} gives away {change}.{ask}", f"{work}. {product} - {change} = {product - change}")
 
 
 def _problem(question: str, work: str) -> Problem:
