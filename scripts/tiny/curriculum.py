@@ -5,13 +5,22 @@ from .training import Stage
 
 DENSE, TEACH, SELECT = IndexerMode.DENSE, IndexerMode.TEACH, IndexerMode.SELECT
 QUIZ = {"local_only": 0.25, "price_quiz": 0.45, "weight_quiz": 0.3}
-MIXED = {
+DRILLED = {
     "few_shot": 0.26,
     "drill": 0.34,
     "local_only": 0.18,
     "price_quiz": 0.07,
     "weight_quiz": 0.08,
     "chat": 0.06,
+    "soup": 0.01,
+}
+MIXED = {
+    "few_shot": 0.5,
+    "drill": 0.08,
+    "local_only": 0.08,
+    "price_quiz": 0.08,
+    "weight_quiz": 0.16,
+    "chat": 0.09,
     "soup": 0.01,
 }
 
@@ -71,14 +80,24 @@ STAGES = (
         n_steps=450,
         n_tokens=512,
         n_documents=4,
-        mixture=MIXED,
+        mixture=DRILLED,
         modes={DENSE: 0.5, TEACH: 0.5},
         recall_help=0.5,
         most_prices=5,
     ),
     Stage(
+        "selected entries",
+        n_steps=460,
+        n_tokens=512,
+        n_documents=4,
+        mixture=DRILLED,
+        modes={TEACH: 0.3, SELECT: 0.7},
+        recall_help=0.2,
+        most_prices=5,
+    ),
+    Stage(
         "few-shot, selected entries",
-        n_steps=730,
+        n_steps=420,
         n_tokens=512,
         n_documents=4,
         mixture=MIXED,
@@ -88,7 +107,7 @@ STAGES = (
     ),
     Stage(
         "few-shot, 1024 tokens",
-        n_steps=80,
+        n_steps=60,
         n_tokens=1024,
         n_documents=2,
         mixture=MIXED,
@@ -96,5 +115,15 @@ STAGES = (
         recall_help=0.2,
         most_prices=5,
         most_weights=3,
+    ),
+    Stage(
+        "weights again, 512 tokens",
+        n_steps=110,
+        n_tokens=512,
+        n_documents=4,
+        mixture={"few_shot": 0.6, "weight_quiz": 0.3, "price_quiz": 0.05, "chat": 0.05},
+        modes={TEACH: 0.2, SELECT: 0.8},
+        recall_help=0.5,
+        most_prices=5,
     ),
 )

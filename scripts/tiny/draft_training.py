@@ -32,7 +32,7 @@ class Settings:
     seed: int = 0
     n_lessons: int = 160  # batches that the target reads
     n_exams: int = 4  # more of them, never trained on
-    n_steps: int = 1000  # each over one lesson, in a new order every time round
+    n_steps: int = 700  # each over one lesson, in a new order every time round
     n_single_steps: int = 160  # first only one token is drafted, then chains of `depth`
     depth: int = 3
     n_tokens: int = 512  # of one document, a multiple of the window
