@@ -4,6 +4,7 @@ python scripts/train_tiny.py train        # resumes where it stopped; exports wh
 python scripts/train_tiny.py eval         # accuracy, healthy and with state zeroed before the decode
 python scripts/train_tiny.py questions    # the bundled question sets
 python scripts/train_tiny.py readme       # the checkpoint's README from the curve and the measured table
+python scripts/train_tiny.py draft        # the NextN draft layer on the finished target, into the same checkpoint
 """
 
 import os
@@ -21,6 +22,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 from tiny.curriculum import STAGES
+from tiny.draft import draft
 from tiny.evaluation import Table, evaluate
 from tiny.export import export_checkpoint, export_questions, load_exported
 from tiny.problems import Split, question_set
@@ -92,6 +94,9 @@ def readme(
 ) -> None:
     """Write the checkpoint's README.md from RUN_FOLDER's curve.json and table.json."""
     write_readme(checkpoint, run_folder, SEED)
+
+
+app.command()(draft)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,9 @@ over them and teaches the indexer not to pick them. The indexer learns the atten
     python scripts/train_tiny.py eval
     python scripts/train_tiny.py readme
 
+The bundled weights come from one run during which the stages were still being tuned: each change took effect from a
+checkpoint on. A fresh run goes through the final stages from the start and ends with other weights.
+
 Problems of `tiny-gsm8k/test.jsonl` and `train.jsonl` never occur in training: a hash of the question decides which of
 the three it belongs to.
 
@@ -64,7 +67,7 @@ def write_readme(checkpoint: Path, run_folder: Path, seed: int) -> None:
         vocab_size=config["vocab_size"],
         window=config["sliding_window"],
         index_topk=config["index_topk"],
-        n_steps=curve[-1]["step"],
+        n_steps=sum(stage.n_steps for stage in STAGES),
         minutes=curve[-1]["minutes"],
         seed=seed,
         curve=_markdown(["step", "loss", "answer", "price", "weight", "minutes"], _thinned(curve)),
