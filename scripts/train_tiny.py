@@ -29,7 +29,7 @@ from tiny.problems import Split, question_set
 from tiny.readme import write_readme
 from tiny.tokenizer import build_tokenizer
 from tiny.training import Settings, Trainer
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 ASSETS = Path(__file__).resolve().parents[1] / "server" / "assets"
@@ -69,7 +69,7 @@ def measure(
     """Print accuracy on held-out problems, healthy and after zeroing one piece of the prompt's state."""
     torch.set_num_threads(threads)
     logging.disable_progress_bar()
-    model, tokenizer = load_exported(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    model, tokenizer = load_exported(checkpoint), PreTrainedTokenizerFast.from_pretrained(checkpoint)
     tests = question_set(Split.TEST, n_problems, SEED)
     shots = question_set(Split.SHOTS, 64, SEED)
     with Progress(console=console) as progress:
