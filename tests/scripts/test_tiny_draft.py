@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny.acceptance import measure
 from tiny.draft_checkpoint import write_draft
 from tiny.draft_training import DraftTrainer, Settings
 from tiny.nextn import Anchors, Drafter, NextN
@@ -15,7 +16,7 @@ from tiny.tokenizer import build_tokenizer
 from server.model.config import load_config
 from server.model.loader import load_model
 from tests.model.plain_nextn import plain_nextn
-from tests.support.checkpoints import tensors_of, write_checkpoint
+from tests.support.checkpoints import BUNDLED, tensors_of, write_checkpoint
 
 SHORT = Settings(n_lessons=2, n_exams=1, n_steps=6, n_single_steps=2, n_tokens=64, n_documents=2, n_warmup=1)
 
@@ -78,3 +79,9 @@ def test_a_draft_of_another_target_is_not_written(checkpoint: Path, tmp_path: Pa
     write_checkpoint(checkpoint, seed=1, vocab_size=len(build_tokenizer()))
     with pytest.raises(ValueError, match="the target changed"):
         write_draft(checkpoint, trainer.layer, trainer.target_digest)
+
+
+def test_the_bundled_draft_is_worth_its_steps() -> None:
+    """The goal over all questions is 2.5 tokens a step; a few of them show that the draft fits its target."""
+    result = measure(BUNDLED, BUNDLED.parent / "tiny-gsm8k", k=3, n_questions=6, threads=1)
+    assert result.mean_length >= 2.5
