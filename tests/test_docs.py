@@ -9,6 +9,7 @@ from pathlib import Path
 
 import bench
 import gsm8k
+import knockout
 import pytest
 import quickstart
 
@@ -131,7 +132,14 @@ def help_of(main: Callable[[list[str]], object], capsys: pytest.CaptureFixture[s
 
 
 def test_named_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = (prefill_launch.main, decode_launch.main, quickstart.parse_args, gsm8k.parse_args, bench.parse_args)
+    commands = (
+        prefill_launch.main,
+        decode_launch.main,
+        quickstart.parse_args,
+        gsm8k.parse_args,
+        bench.parse_args,
+        knockout.main,
+    )
     helps = "".join(help_of(command, capsys) for command in commands)
     for script in ("setup", "test"):
         shown = subprocess.run([ROOT / "scripts" / script, "--help"], capture_output=True, text=True, check=True)
