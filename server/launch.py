@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 import uvicorn
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from server import __version__
@@ -253,7 +254,8 @@ def run(prog: str, options: NodeOptions, start: Callable[[], Awaitable[int]]) ->
         logging.getLogger(noisy).setLevel(logging.WARNING)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        return asyncio.run(_awaited(start))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_awaited(start))
     except STARTUP_ERRORS as error:
         print(f"{prog}: {error}", file=sys.stderr)  # noqa: T201  (the command line's own words)
         return 2

@@ -121,6 +121,7 @@ class DecodeNode:
             self._draft_metrics = DraftMetrics(metrics.registry, settings.spec_tokens, self.draft_state)
         self._receiver: Receiver | None = None
         self._waiting: deque[Work] = deque()
+        self._events: deque[Event] = deque()
         self._works: dict[RoomKey, Work] = {}
         self._rooms: set[int] = set()
         self._epochs = itertools.count(1)
@@ -334,9 +335,19 @@ class DecodeNode:
     # --- engine -------------------------------------------------------------------------------------------------------
 
     def on_engine_event(self, event: Event) -> None:
-        """Takes an engine event from any thread."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._on_engine_event, event)
+        """Takes an engine event from any thread. The events of one step wake the event loop once."""
+        self._events.append(event)
+        if self._loop is not None and not self._loop.is_closed() and len(self._events) == 1:
+            self._loop.call_soon_threadsafe(self._take_engine_events)
+
+    def _take_engine_events(self) -> None:
+        while self._events:
+            event = self._events[0]
+            try:
+                self._on_engine_event(event)
+            except Exception:
+                log.exception("the decode node failed on %s", type(event).__name__)
+            self._events.popleft()
 
     def _on_engine_event(self, event: Event) -> None:
         self._alive = time.monotonic()
