@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 from gsm8k_client import Answer, Endpoint, ask_all
-from gsm8k_data import Problem, completion_prompt, load_problems, marked_number, pick_shots
+from gsm8k_data import STOP, Problem, completion_prompt, load_problems, marked_number, pick_shots
 from process_pair import Pair, PairFailed, Process, StopRequested, StopSignals, free_ports
 from prometheus_client.parser import text_string_to_metric_families
 from quickstart import BIN, HOST, LOGS, ROOT, wait_ready
@@ -69,9 +69,10 @@ class Bench:
         self._sender.write_text(sender)
         self._receiver.write_text("" if checks else "unchecked")
 
-    def measure(self) -> Figures:
+    def measure(self, *, long: bool = False) -> Figures:
+        """Asks every question; ``long`` lets the model write on behind its answer, for 128 tokens."""
         before = self._accept_sums()
-        answers = self._ask(self._prompts)
+        answers = self._ask(self._prompts, long=long)
         after = self._accept_sums()
         right = [
             a.error is None and marked_number(a.text) == p.gold for p, a in zip(self._problems, answers, strict=True)
@@ -87,9 +88,10 @@ class Bench:
         errors = [answer.error for answer in self._ask(self._prompts[:2], concurrency=1)]
         return errors[-1] or "not refused"
 
-    def _ask(self, prompts: Sequence[str], concurrency: int = 4) -> list[Answer]:
+    def _ask(self, prompts: Sequence[str], concurrency: int = 4, *, long: bool = False) -> list[Answer]:
         async def run() -> list[Answer]:
-            endpoint = Endpoint(self._decode, "completions", "tiny-dsv4", 64, ("Question:", "\n\n"), 120.0)
+            max_tokens, stop = (128, ()) if long else (64, STOP)
+            endpoint = Endpoint(self._decode, "completions", "tiny-dsv4", max_tokens, stop, 120.0)
             async with httpx.AsyncClient(timeout=120.0, trust_env=False) as client:
                 return await ask_all(client, endpoint, list(prompts), concurrency, lambda index, answer: None)
 
@@ -124,6 +126,34 @@ def run_all(
         rows.append(Row(component, damage, refused, figures, changed))
     bench.set_faults("", checks=True)
     return healthy, rows
+
+
+def draft_rows(bench: Bench, damages: Sequence[str], console: Console) -> list[tuple[str, Figures, int]]:
+    """The draft's window lost before long answers, checks off: damage, figures, and answers changed; healthy first."""
+    bench.set_faults("", checks=True)
+    healthy = bench.measure(long=True)
+    rows = [("none", healthy, 0)]
+    for damage in track(damages, "long answers", console=console):
+        bench.set_faults(f"{damage}:draft_swa", checks=False)
+        figures = bench.measure(long=True)
+        changed = sum(a.text != b.text for a, b in zip(figures.answers, healthy.answers, strict=True))
+        rows.append((damage, figures, changed))
+    bench.set_faults("", checks=True)
+    return rows
+
+
+def draft_table(rows: Sequence[tuple[str, Figures, int]], n_questions: int) -> str:
+    """The markdown table of :func:`draft_rows`, with each accept length's distance from the healthy one."""
+    healthy = rows[0][1]
+    lines = [
+        "| damage to `draft_swa` | answers changed | accept length | in the first 32 tokens |",
+        "|---|---|---|---|",
+    ]
+    for damage, f, changed in rows:
+        overall = f"{f.accept_length:.2f} ({f.accept_length / healthy.accept_length - 1:+.0%})"
+        early = f"{f.early_accept_length:.2f} ({f.early_accept_length / healthy.early_accept_length - 1:+.0%})"
+        lines.append(f"| {damage} | {changed} of {n_questions} | {overall} | {early} |")
+    return "\n".join(lines)
 
 
 def table(healthy: Figures, rows: Sequence[Row], n_questions: int) -> str:
@@ -168,12 +198,14 @@ def main(argv: list[str] | None = None) -> int:
             wait_ready(pair, client, prefill, decode, READY_TIMEOUT_S)
             bench = Bench(decode, problems, prompts, faults)
             healthy, rows = run_all(bench, args.components, args.damages, console)
+            long_rows = draft_rows(bench, args.damages, console)
     except PairFailed as error:
         print(f"knockout: {error}", file=sys.stderr)
         return 2
     except StopRequested:
         return 130
-    made = table(healthy, rows, len(problems))
+    made = f"{table(healthy, rows, len(problems))}\n\nThe same, where the model writes on for 128 tokens:\n\n"
+    made += draft_table(long_rows, len(problems))
     print(made)
     if args.write:
         text = DOC.read_text(encoding="utf-8")
