@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import openai
@@ -74,4 +75,7 @@ def test_error_in_a_stream_is_raised(openai_client: openai.OpenAI, backend: Fake
     stream = openai_client.completions.create(model="tiny", prompt="x", stream=True)
     with pytest.raises(openai.APIError, match="the room failed"):
         list(stream)
+    deadline = time.monotonic() + 5.0  # the client raises at the error event, the server ends its generator after it
+    while not backend.all_over() and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert backend.all_over()

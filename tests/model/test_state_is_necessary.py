@@ -38,6 +38,11 @@ def logits_after(model: DeepseekV4, zeroed: str | None) -> torch.Tensor:
     return torch.cat([runner.forward([Segment([t], N + i, PLACE)]).logits for i, t in enumerate(follow)])
 
 
+@pytest.fixture(scope="module")
+def healthy(model: DeepseekV4) -> torch.Tensor:
+    return logits_after(model, None)
+
+
 @pytest.mark.parametrize(
     ("name", "first_read"),
     [
@@ -52,8 +57,10 @@ def logits_after(model: DeepseekV4, zeroed: str | None) -> torch.Tensor:
         ("c128_state", 511),  # the open HCA window closes
     ],
 )
-def test_zeroing_changes_the_logits_from_its_first_reader_on(model: DeepseekV4, name: str, first_read: int) -> None:
-    healthy, damaged = logits_after(model, None), logits_after(model, name)
+def test_zeroing_changes_the_logits_from_its_first_reader_on(
+    model: DeepseekV4, healthy: torch.Tensor, name: str, first_read: int
+) -> None:
+    damaged = logits_after(model, name)
     differs = (healthy != damaged).any(-1).nonzero().flatten().tolist()
     assert differs, f"{name} makes no difference"
     assert differs[0] >= first_read - N
