@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -185,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help=f"put the table into {DOC.relative_to(ROOT)}")
     args = parser.parse_args(argv)
     console = Console(stderr=True)
-    problems = load_problems(QUESTIONS / "test.jsonl")[: args.questions]
+    problems = random.Random(0).sample(load_problems(QUESTIONS / "test.jsonl"), args.questions)
     pool = load_problems(QUESTIONS / "train.jsonl")
     prompts = [completion_prompt(problem, pick_shots(problem, pool, 4, 0)) for problem in problems]
     try:
