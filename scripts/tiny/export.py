@@ -74,17 +74,8 @@ def export_checkpoint(model: DeepseekV4ForCausalLM, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_tokenizer(staging)
     _write_json(staging / "config.json", raw_config(model.config.vocab_size))
-    _write_json(
-        staging / "generation_config.json",
-        {
-            "_from_model_config": True,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-            "do_sample": True,
-            "temperature": 1.0,
-            "top_p": 1.0,
-        },
-    )
+    generation = {"_from_model_config": True, "bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
+    _write_json(staging / "generation_config.json", generation)
     save_file(official_tensors(model), staging / "model.safetensors", metadata={"format": "pt"})
     for path in staging.iterdir():
         path.chmod(0o644)
