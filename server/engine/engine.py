@@ -75,6 +75,9 @@ class Engine(threading.Thread):
             raise ValueError(
                 f"{spec_tokens} draft tokens a step need a model with its draft layer and a draft_swa component"
             )
+        layout = runner.arena.layout
+        if spec_tokens > (slack := layout.component("swa").rows - layout.window):
+            raise ValueError(f"{spec_tokens} draft tokens a step cannot be undone: the rings have room for {slack}")
 
     def submit(self, command: Command) -> None:
         self._commands.put(command)

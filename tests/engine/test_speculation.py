@@ -180,6 +180,15 @@ def test_a_missing_draft_window_fails_by_name_instead_of_drafting_badly(harness:
     assert failed.code == "non_finite_logits"
 
 
+def test_more_drafts_than_the_rings_can_undo_are_refused(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+    components = state_components(model.config, "float32", 3, draft=True)
+    geometry = CacheGeometry(256, 6, 4, model.config.sliding_window, 3, components)
+    runner = ModelRunner(model, Arena(ArenaLayout.from_geometry(geometry)))
+    with pytest.raises(ValueError, match="4 draft tokens a step cannot be undone: the rings have room for 3"):
+        Engine(runner, tokenizer, lambda event: None, spec_tokens=4)
+    Engine(runner, tokenizer, lambda event: None, spec_tokens=3)
+
+
 def test_accepted_counts_the_leading_matches() -> None:
     choices = [TokenLogprob(t, 0.0) for t in (5, 6, 7, 8)]
     assert [accepted(choices, d) for d in ([5, 6, 7], [5, 6, 9], [1, 6, 7], [])] == [3, 2, 0, 0]
