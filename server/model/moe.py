@@ -9,6 +9,11 @@ from server.model.config import ModelConfig
 from server.model.layers import Linear, matmul_rows
 
 
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """``silu(min(gate, limit)) * clamp(up, -limit, limit)``, in fp32."""
+    return nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
 class Expert(nn.Module):
     """SwiGLU with both branches clamped: ``w2(silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit))``, activations in
     fp32.
@@ -24,9 +29,7 @@ class Expert(nn.Module):
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
         """``[rows, D] -> [rows, D]`` in fp32; ``weights`` ``[rows, 1]`` scale the activation before ``w2``."""
-        gate = self.w1(x).float().clamp(max=self.limit)
-        up = self.w3(x).float().clamp(-self.limit, self.limit)
-        act = nn.functional.silu(gate) * up
+        act = clamped_swiglu(self.w1(x).float(), self.w3(x).float(), self.limit)
         if weights is not None:
             act = act * weights
         out: torch.Tensor = self.w2(act.to(x.dtype))
@@ -117,8 +120,7 @@ class MoE(nn.Module):
         for i in range(0, x.shape[0], step):
             rows = x[i : i + step].expand(gate_up.shape[0], -1, -1)
             gate, up = torch.bmm(rows, gate_up).float().chunk(2, dim=-1)
-            act = nn.functional.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
-            act = act * share[i : i + step].t().unsqueeze(-1)
+            act = clamped_swiglu(gate, up, self.limit) * share[i : i + step].t().unsqueeze(-1)
             parts.append(torch.bmm(act.to(x.dtype), down).float().sum(0))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

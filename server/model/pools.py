@@ -33,7 +33,6 @@ class PagePool:
     def __init__(self, arena: Arena, name: str) -> None:
         self._view = arena.view(name)
         self._layer = {layer: i for i, layer in enumerate(arena.layout.component(name).layer_ids)}
-        self.rows_per_page = self._view.shape[1]
 
     def gather(self, layer_id: int, pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Entries at ``(pages, rows)`` (any equal shape) -> that shape + ``[width]``."""
