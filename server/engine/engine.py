@@ -71,11 +71,15 @@ class Engine(threading.Thread):
         self._scheduler = Scheduler(chunk_tokens)
         self._spec_tokens, self._cold_draft = spec_tokens, cold_draft
         self._stopping = False
-        if spec_tokens and not runner.drafts:
+        if spec_tokens:
+            self._check_drafting(spec_tokens)
+
+    def _check_drafting(self, spec_tokens: int) -> None:
+        if not self._runner.drafts:
             raise ValueError(
                 f"{spec_tokens} draft tokens a step need a model with its draft layer and a draft_swa component"
             )
-        layout = runner.arena.layout
+        layout = self._runner.arena.layout
         if spec_tokens > (slack := layout.component("swa").rows - layout.window):
             raise ValueError(f"{spec_tokens} draft tokens a step cannot be undone: the rings have room for {slack}")
 
