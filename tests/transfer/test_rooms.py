@@ -60,10 +60,10 @@ from server.transfer.rooms import (
     Tick,
     Tombstones,
 )
-from tests.transfer.simulation import DECODE, Simulation, Weather
 from tests.transfer.test_protocol import reserve
 
 DEADLINES = Deadlines()
+DECODE = "b" * 32
 RESERVE = reserve()
 IDS = ids_of(RESERVE)
 DONE = Done(**IDS, n=3, sent=(), pieces=1, timings=None)  # type: ignore[arg-type]
@@ -304,26 +304,3 @@ def test_a_process_that_was_stopped_does_not_take_its_own_silence_for_the_peer_s
     assert not heartbeat.tick(30.25, 0.25)
     ticks = [30.5 + i / 4 for i in range(20)]
     assert [heartbeat.tick(t, 0.25) for t in ticks].index(True) <= 14
-
-
-WEATHERS = {
-    "calm": Weather(),
-    "lossy": Weather(loss=0.2, duplicate=0.2, slow=0.2),
-    "aborts": Weather(loss=0.05, slow=0.2, abort=0.05),
-    "bad transport": Weather(refused=0.1, unknown=0.1, bad_digest=0.2, abort=0.02),
-    "lost verdicts": Weather(loss=0.5, unknown=0.4, abort=0.02),
-    "bad engine": Weather(engine_fails=0.1, engine_hangs=0.1, loss=0.05),
-    "restarts": Weather(peer_lost=0.03, abort=0.02, unknown=0.05, slow=0.1),
-    "everything": Weather(0.1, 0.1, 0.2, 0.05, 0.05, 0.05, 0.05, 0.03, 0.1, 0.01),
-}
-
-
-@pytest.mark.parametrize("name", WEATHERS)
-@pytest.mark.parametrize("block", range(3))
-def test_every_room_ends_and_no_write_lands_in_free_memory(name: str, block: int) -> None:
-    for seed in range(block * 20, block * 20 + 20):
-        simulation = Simulation(seed, WEATHERS[name])
-        simulation.run()
-        if name == "calm":
-            codes = {side.room.failure.code for side in simulation.d.values() if side.room.failure is not None}
-            assert codes <= {"duplicate_room"}

@@ -1,0 +1,149 @@
+"""The clock, the network and the weather of one simulated pair."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from server.transfer.protocol import AnyMessage
+from server.transfer.rooms import Deadlines
+from tests.transfer.simulation.decode import SimulatedDecode
+from tests.transfer.simulation.memory import Write
+from tests.transfer.simulation.prefill import SimulatedPrefill
+
+TICK_S = 0.5
+NETWORK_S = 0.01
+
+
+@dataclass(frozen=True)
+class Weather:
+    """Probabilities of what goes wrong, each per occasion (a message, a batch, a chunk, a tick)."""
+
+    loss: float = 0.0
+    duplicate: float = 0.0
+    slow: float = 0.0
+    refused: float = 0.0
+    unknown: float = 0.0
+    engine_fails: float = 0.0
+    engine_hangs: float = 0.0
+    abort: float = 0.0
+    bad_digest: float = 0.0
+    prefill_crash: float = 0.0
+    decode_crash: float = 0.0
+    connection_lost: float = 0.0
+
+
+class World:
+    """One prefill and one decode node. ``session`` counts their registrations; 0 while there is none."""
+
+    def __init__(self, seed: int, weather: Weather, *, n_rooms: int = 6, n_slots: int = 2) -> None:
+        self.rng = random.Random(seed)
+        self.weather = weather
+        self.deadlines = Deadlines()
+        self.now = 0.0
+        self.calm = False
+        self.session = 0
+        self._sessions = itertools.count(1)
+        self._open_sessions: set[int] = set()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self.prefill = SimulatedPrefill(self, n_slots, seed)
+        self.decode = SimulatedDecode(self, n_slots, seed)
+        self.register()
+        for _ in range(n_rooms):
+            self.at(self.rng.uniform(0, 5), self.decode.ask)
+
+    # --- time ---
+
+    def at(self, delay_s: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + delay_s, next(self._order), what))
+
+    def hits(self, probability: float) -> bool:
+        return not self.calm and self.rng.random() < probability
+
+    def run(self, troubled_s: float = 40.0, longest_s: float = 600.0) -> None:
+        """Bad weather, then calm until nothing is left to happen; raises :class:`AssertionError` for what is wrong."""
+        tick_at = 0.0
+        while self._events or not self._is_over():
+            self.calm = self.calm or self.now >= troubled_s
+            while self._events and self._events[0][0] <= tick_at:
+                self.now, _, what = heapq.heappop(self._events)
+                what()
+            self.now = tick_at
+            self._tick()
+            tick_at += TICK_S
+            assert tick_at < longest_s, f"rooms that never end: {self.decode.left} on D, {self.prefill.left} on P"
+        self.decode.check_over()
+        self.prefill.check_over()
+
+    def _is_over(self) -> bool:
+        return self.decode.is_over and self.prefill.is_over
+
+    def _tick(self) -> None:
+        self.decode.tick()
+        self.prefill.tick()
+        if self.hits(self.weather.prefill_crash):
+            self.prefill.crash()
+            self.end_session(self.rng.uniform(0.1, 3.5))
+        if self.hits(self.weather.decode_crash):
+            self._open_sessions.clear()
+            self.decode.crash()
+            self.end_session(0.0)
+        if self.hits(self.weather.connection_lost):
+            self.end_session(0.0)
+
+    # --- network ---
+
+    def to_prefill(self, message: AnyMessage) -> None:
+        self._post(self.prefill.deliver, message)
+
+    def to_decode(self, message: AnyMessage) -> None:
+        self._post(self.decode.deliver, message)
+
+    def _post(self, deliver: Callable[[AnyMessage], None], message: AnyMessage) -> None:
+        session = self.session
+        if not session:
+            return
+        for _ in range(2 if self.hits(self.weather.duplicate) else 1):
+            if not self.hits(self.weather.loss):
+                delay_s = self.rng.uniform(0, 8.0) if self.hits(self.weather.slow) else NETWORK_S
+                self.at(delay_s, lambda: deliver(message) if session == self.session else None)
+
+    # --- registrations and transport sessions ---
+
+    def register(self) -> None:
+        """Both ends meet (again): a new transport session, known to both."""
+        self.session = next(self._sessions)
+        self._open_sessions.add(self.session)
+        self.prefill.registered(self.session)
+        self.decode.registered(self.session)
+
+    def end_session(self, notice_s: float) -> None:
+        """The registration is lost. D notices after ``notice_s``, fences its transport session, and registers anew."""
+        session, self.session = self.session, 0
+        if not session:
+            return
+        life = self.decode.life
+
+        def fenced() -> None:
+            self._open_sessions.discard(session)
+            if self.decode.life == life:
+                self.decode.fenced(session)
+            self.at(self.rng.uniform(0.0, 1.0), self.register)
+
+        def noticed() -> None:
+            if self.decode.life == life:
+                self.decode.lost(session)
+            self.at(self.rng.uniform(0.0, 2.0), fenced)
+
+        self.at(notice_s, noticed)
+
+    def land(self, write: Write) -> bool:
+        """Bytes of a write reach D, unless its transport session is closed."""
+        if write.session not in self._open_sessions:
+            return False
+        self.decode.memory.land(write)
+        return True
