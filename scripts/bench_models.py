@@ -17,7 +17,7 @@ from server.cache.digest import live_digests
 from server.engine.engine import Engine
 from server.engine.events import Died, Event, Failed, Finished, Generate, Output
 from server.engine.request import GenerationRequest, SamplingParams
-from server.launch import build_parts
+from server.launch import lay_groundwork
 from server.options import NodeOptions, node_parser
 
 EVENT_TIMEOUT_S = 300.0
@@ -87,14 +87,14 @@ class LocalEngine:
     """This project's engine thread in this process, as a decode node with ``--local-prefill`` runs it."""
 
     def __init__(self, options: NodeOptions) -> None:
-        parts = build_parts(options, draft=False)
-        self.arena, self.tokenizer = parts.arena, parts.tokenizer
-        self.max_context = parts.max_context
-        self._allocator = parts.allocator
+        ground = lay_groundwork(options, draft=False)
+        self.arena, self.tokenizer = ground.parts.arena, ground.tokenizer
+        self.max_context = ground.max_context
+        self._allocator = ground.parts.allocator
         self._events: queue.SimpleQueue[tuple[float, Event]] = queue.SimpleQueue()
         self._engine = Engine(
-            parts.runner,
-            parts.tokenizer,
+            ground.runner,
+            ground.tokenizer,
             lambda event: self._events.put((time.perf_counter(), event)),
             chunk_tokens=options.chunk_tokens,
             threads=options.threads,

@@ -20,13 +20,15 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.engine": ("server.engine", "server.model", "server.cache"),
     "server.transfer": ("server.transfer", "server.cache"),
     "server.api": ("server.api", "server.engine.request"),
-    "server.prefill": ("server.prefill", "server.engine", "server.transfer", "server.cache"),
-    "server.decode": ("server.decode", "server.engine", "server.transfer", "server.cache"),
+    "server.node": ("server.node", "server.engine", "server.transfer", "server.cache"),
+    "server.prefill": ("server.prefill", "server.node", "server.engine", "server.transfer", "server.cache"),
+    "server.decode": ("server.decode", "server.node", "server.engine", "server.transfer", "server.cache"),
 }
 """What each package may import of ours. Plain modules of server/ may import nothing of ours but ``server`` itself."""
 
 LAUNCHERS = (
     "server.launch",
+    "server.serving",
     "server.prefill.launch",
     "server.prefill.__main__",
     "server.decode.launch",

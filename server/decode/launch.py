@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry
-
 from server.cache.specs import DRAFT
-from server.decode.node import DecodeNode, DecodeSettings
-from server.launch import EngineInbox, build_parts, check_transfer_host, model_facts, run, serve, transport_factory
+from server.decode.node import DecodeNode
+from server.decode.settings import DecodeSettings
+from server.launch import check_transfer_host, lay_groundwork, run
 from server.options import NodeOptions, node_parser
-from server.transfer.faults import FaultSet
-from server.transfer.metrics import NodeMetrics
+from server.serving import serve
 
 DEFAULT_PORT = 30001
 MAX_SPEC_TOKENS = 8
@@ -55,27 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if peers is not None:
             check_transfer_host(options)
         k, cold = args.spec_tokens, args.draft_state == "recompute"
-        parts, inbox, registry = build_parts(options, draft=k > 0, spec_tokens=k), EngineInbox(), CollectorRegistry()
-        node = DecodeNode(
-            DecodeSettings(
-                options.served_model_name,
-                parts.max_context,
-                peers,
-                spec_tokens=k,
-                own_components=frozenset({DRAFT}) if cold else frozenset(),
-                facts=model_facts(options, parts),
-            ),
-            submit_command=inbox.submit,
-            make_transport=transport_factory(options),
-            arena=parts.arena,
-            allocator=parts.allocator,
-            identity=parts.identity,
-            tokenizer=parts.tokenizer,
-            sampling_defaults=parts.tokenizer.sampling_defaults,
-            metrics=NodeMetrics(registry),
-            faults=FaultSet.parse(options.faults),
-        )
-        return await serve(node, inbox, parts, options, registry, spec_tokens=k, cold_draft=cold)
+        ground = lay_groundwork(options, draft=k > 0, spec_tokens=k)
+        own = frozenset({DRAFT}) if cold else frozenset()
+        settings = DecodeSettings(**ground.settings(), prefill=peers, own_components=own)
+        return await serve(DecodeNode(settings, ground.parts), ground, spec_tokens=k, cold_draft=cold)
 
     return run(parser.prog, options, start)
 

@@ -12,14 +12,15 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from server.cache.arena import Arena
 from server.cache.layout import Placement
 from server.decode.admission import wire_request
 from server.decode.generation import NodeGeneration
 from server.decode.probe import Prober
 from server.decode.sessions import TransportSessions
+from server.decode.settings import DecodeSettings
 from server.decode.verify import Proof, accept_unchecked, verify
 from server.engine.request import GenerationRequest, RequestFailed, TokenLogprob
+from server.node.parts import NodeParts
 from server.transfer.decode_room import (
     Commit,
     DecodeAction,
@@ -34,9 +35,8 @@ from server.transfer.decode_room import (
     Verified,
     Verify,
 )
-from server.transfer.faults import FaultKind, FaultSet
-from server.transfer.manifest import Manifest, ModelIdentity, TransportIdentity, build_manifest
-from server.transfer.metrics import NodeMetrics
+from server.transfer.faults import FaultKind
+from server.transfer.manifest import Manifest, TransportIdentity, build_manifest
 from server.transfer.peer import PeerLink
 from server.transfer.protocol import (
     Abort,
@@ -51,7 +51,7 @@ from server.transfer.protocol import (
     Reserved,
     ids_of,
 )
-from server.transfer.rooms import Deadlines, Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick
+from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick
 
 log = logging.getLogger(__name__)
 
@@ -92,29 +92,24 @@ class Receiver:
     def __init__(
         self,
         owner: RoomOwner,
-        arena: Arena,
+        settings: DecodeSettings,
+        parts: NodeParts,
         incarnation: str,
-        identity: ModelIdentity,
-        spec_tokens: int,
-        components: tuple[str, ...],
         addresses: tuple[str, ...],
-        sessions: TransportSessions,
-        deadlines: Deadlines,
-        metrics: NodeMetrics,
-        faults: FaultSet,
     ) -> None:
-        self.links = [PeerLink(address, self, deadlines, metrics) for address in addresses]
+        deadlines = settings.deadlines
+        self.links = [PeerLink(address, self, deadlines, parts.metrics) for address in addresses]
         self._owner = owner
-        self._arena = arena
+        self._arena = parts.arena
         self._incarnation = incarnation
-        self._identity = identity
-        self._spec_tokens = spec_tokens
-        self._components = components
-        self._sessions = sessions
+        self._identity = parts.identity
+        self._spec_tokens = settings.spec_tokens
+        self._components = tuple(name for name in parts.arena.layout.names if name not in settings.own_components)
+        self._sessions = TransportSessions(parts.make_transport, parts.arena)
         self._deadlines = deadlines
-        self._metrics = metrics
-        self._faults = faults
-        self._prober = Prober(arena, deadlines.probe_s)
+        self._metrics = parts.metrics
+        self._faults = parts.faults
+        self._prober = Prober(parts.arena, deadlines.probe_s)
         self._works: dict[RoomKey, Work] = {}
         self._committed: OrderedDict[RoomKey, None] = OrderedDict()
         self._proofs: dict[RoomKey, Proof] = {}

@@ -12,14 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from server.cache.allocator import Allocator, ItemState
-from server.cache.arena import Arena
+from server.cache.allocator import ItemState
 from server.cache.layout import Placement
 from server.cache.specs import LayoutError
 from server.engine.events import (
     Cancel,
     ChunkComputed,
-    Command,
     Event,
     Failed,
     Finished,
@@ -29,13 +27,12 @@ from server.engine.events import (
     Scrubbed,
 )
 from server.engine.request import GenerationRequest
+from server.node.parts import NodeParts, NodeSettings
 from server.prefill.damage import Damage
 from server.prefill.peers import PeerSender, ProbeKey, ProbeWriter
 from server.prefill.work import Batch, Outgoing, RoomWork, read_request
 from server.transfer.bootstrap import DecodePeer
-from server.transfer.engines.base import TransferEngine
-from server.transfer.faults import DAMAGES, FaultKind, FaultSet
-from server.transfer.metrics import NodeMetrics
+from server.transfer.faults import DAMAGES, FaultKind
 from server.transfer.plan import Side, check_holds
 from server.transfer.prefill_events import (
     Admitted,
@@ -69,7 +66,7 @@ from server.transfer.protocol import (
     Writes,
     ids_of,
 )
-from server.transfer.rooms import Deadlines, Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick, Tombstones
+from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick, Tombstones
 from server.transfer.sender import SendOutcome, SendResult
 
 log = logging.getLogger(__name__)
@@ -80,39 +77,28 @@ _SENDER_CLOSE_S = 5.0
 class RoomDesk:
     """All rooms of a prefill node, from ``Reserve`` to release. ``send`` posts a message to a decode node.
 
-    ``max_context`` and ``vocab_size`` bound what is taken on. Lives in the event loop of the node.
+    Lives in the event loop of the node.
     """
 
     def __init__(
-        self,
-        *,
-        arena: Arena,
-        allocator: Allocator,
-        submit_command: Callable[[Command], None],
-        make_transport: Callable[[], TransferEngine],
-        send: Callable[[DecodePeer, AnyMessage], None],
-        max_context: int,
-        vocab_size: int,
-        deadlines: Deadlines,
-        metrics: NodeMetrics,
-        faults: FaultSet,
+        self, settings: NodeSettings, parts: NodeParts, send: Callable[[DecodePeer, AnyMessage], None]
     ) -> None:
         self.targets: dict[DecodePeer, PeerSender] = {}
         self.works: dict[RoomKey, RoomWork] = {}
         self.queue: deque[RoomWork] = deque()
-        self._arena = arena
-        self._allocator = allocator
-        self._submit_command = submit_command
-        self._make_transport = make_transport
+        self._arena = parts.arena
+        self._allocator = parts.allocator
+        self._submit_command = parts.submit_command
+        self._make_transport = parts.make_transport
         self._send = send
-        self._max_tokens = min(max_context, allocator.capacity_tokens)
-        self._vocab_size = vocab_size
-        self._deadlines = deadlines
-        self._metrics = metrics
-        self._faults = faults
-        self._damage = Damage(arena)
+        self._max_tokens = min(settings.max_context, parts.allocator.capacity_tokens)
+        self._vocab_size = parts.tokenizer.vocab_size
+        self._deadlines = settings.deadlines
+        self._metrics = parts.metrics
+        self._faults = parts.faults
+        self._damage = Damage(parts.arena)
         self._tombstones = Tombstones()
-        self._probes = ProbeWriter(arena, deadlines.probe_s, send)
+        self._probes = ProbeWriter(parts.arena, settings.deadlines.probe_s, send)
         self._closing: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._refusing: Failure | None = None

@@ -5,14 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry
-
-from server.launch import EngineInbox, build_parts, check_transfer_host, model_facts, run, serve, transport_factory
+from server.launch import check_transfer_host, lay_groundwork, run
 from server.model.loader import has_draft
 from server.options import NodeOptions, node_parser
 from server.prefill.node import PrefillNode, PrefillSettings
-from server.transfer.faults import FaultSet
-from server.transfer.metrics import NodeMetrics
+from server.serving import serve
 
 DEFAULT_PORT = 30000
 DEFAULT_BOOTSTRAP_PORT = 8998
@@ -40,26 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def start() -> int:
         check_transfer_host(options)
         draft = has_draft(options.model) if args.draft is None else args.draft == "on"
-        parts, inbox, registry = build_parts(options, draft=draft), EngineInbox(), CollectorRegistry()
-        node = PrefillNode(
-            PrefillSettings(
-                options.served_model_name,
-                parts.max_context,
-                options.host,
-                args.bootstrap_port,
-                facts=model_facts(options, parts),
-            ),
-            submit_command=inbox.submit,
-            make_transport=transport_factory(options),
-            arena=parts.arena,
-            allocator=parts.allocator,
-            identity=parts.identity,
-            tokenizer=parts.tokenizer,
-            sampling_defaults=parts.tokenizer.sampling_defaults,
-            metrics=NodeMetrics(registry),
-            faults=FaultSet.parse(options.faults),
-        )
-        return await serve(node, inbox, parts, options, registry)
+        ground = lay_groundwork(options, draft=draft)
+        settings = PrefillSettings(**ground.settings(), bootstrap_host=options.host, bootstrap_port=args.bootstrap_port)
+        return await serve(PrefillNode(settings, ground.parts), ground)
 
     return run(parser.prog, options, start)
 

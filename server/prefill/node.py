@@ -9,81 +9,49 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from server.cache.allocator import Allocator
-from server.cache.arena import Arena
-from server.engine.events import Command, Died, Event
-from server.engine.request import Generation, GenerationRequest, RequestFailed, SamplingParams, TokenizerLike
+from server.engine.events import Died, Event
+from server.engine.request import Generation, GenerationRequest, RequestFailed
+from server.node.parts import NodeParts, NodeSettings, common_info
 from server.prefill.desk import RoomDesk
 from server.transfer.bootstrap import Bootstrap, DecodePeer
 from server.transfer.engines.base import TransferEngine
-from server.transfer.faults import FaultSet
-from server.transfer.manifest import ModelIdentity, TransportIdentity, build_manifest, new_incarnation
-from server.transfer.metrics import NodeMetrics
+from server.transfer.manifest import TransportIdentity, build_manifest, new_incarnation
 from server.transfer.protocol import AnyMessage
-from server.transfer.rooms import Deadlines, Failure
+from server.transfer.rooms import Failure
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 
 
-@dataclass(frozen=True)
-class PrefillSettings:
-    """How a prefill node is set up. ``bootstrap_port`` 0 takes a free port; ``max_context`` is in tokens.
+@dataclass(frozen=True, kw_only=True)
+class PrefillSettings(NodeSettings):
+    """How a prefill node is set up. ``bootstrap_port`` 0 takes a free port; ``spec_tokens`` only sizes the rings."""
 
-    ``facts`` about the model are shown in ``/server_info``.
-    """
-
-    model_name: str
-    max_context: int
     bootstrap_host: str = "127.0.0.1"
     bootstrap_port: int = 8998
-    spec_tokens: int = 0
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    deadlines: Deadlines = field(default_factory=Deadlines)
 
 
 class PrefillNode:
     """Lives in one event loop; only :meth:`on_engine_event` may be called from another thread.
 
-    ``submit_command`` is the engine's inbox and ``make_transport`` builds one transport endpoint (one per decode
-    registration; the node registers the arena with it). The caller starts the engine after :meth:`start` and stops it
-    after :meth:`stop`.
+    The caller starts the engine after :meth:`start` and stops it after :meth:`stop`.
     """
 
     role = "prefill"
 
-    def __init__(
-        self,
-        settings: PrefillSettings,
-        *,
-        submit_command: Callable[[Command], None],
-        make_transport: Callable[[], TransferEngine],
-        arena: Arena,
-        allocator: Allocator,
-        identity: ModelIdentity,
-        tokenizer: TokenizerLike,
-        sampling_defaults: SamplingParams,
-        metrics: NodeMetrics,
-        faults: FaultSet | None = None,
-    ) -> None:
+    def __init__(self, settings: PrefillSettings, parts: NodeParts) -> None:
         self.model_name = settings.model_name
         self.max_context = settings.max_context
-        self.tokenizer = tokenizer
-        self.sampling_defaults = sampling_defaults
+        self.tokenizer = parts.tokenizer
+        self.sampling_defaults = parts.sampling_defaults
         self.incarnation = new_incarnation()
         self._settings = settings
-        self._submit_command = submit_command
-        self._make_transport = make_transport
-        self._arena = arena
-        self._allocator = allocator
-        self._identity = identity
-        self._metrics = metrics
-        self._faults = faults or FaultSet()
+        self._parts = parts
         self._bootstrap: Bootstrap | None = None
         self._desk: RoomDesk | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -99,42 +67,34 @@ class PrefillNode:
     async def start(self) -> None:
         """Tries the transport and opens the bootstrap port. Raises what either raises."""
         self._loop = asyncio.get_running_loop()
-        transport = await asyncio.to_thread(_describe_transport, self._make_transport)
+        parts, layout = self._parts, self._parts.arena.layout
         manifest = build_manifest(
             "prefill",
             self.incarnation,
-            self._identity,
-            transport,
-            self._arena.layout,
-            self._arena.ptr,
+            parts.identity,
+            await asyncio.to_thread(_describe_transport, parts.make_transport),
+            layout,
+            parts.arena.ptr,
             spec_tokens=self._settings.spec_tokens,
-            components=self._arena.layout.names,
+            components=layout.names,
         )
-        desk = RoomDesk(
-            arena=self._arena,
-            allocator=self._allocator,
-            submit_command=self._submit_command,
-            make_transport=self._make_transport,
-            send=self._send,
-            max_context=self.max_context,
-            vocab_size=self.tokenizer.vocab_size,
-            deadlines=self._settings.deadlines,
-            metrics=self._metrics,
-            faults=self._faults,
-        )
-        self._metrics.watch(
-            self._allocator,
+        desk = RoomDesk(self._settings, parts, self._send)
+        parts.metrics.watch(
+            parts.allocator,
             queued=lambda: len(desk.queue),
             running=lambda: len(desk.works) - len(desk.queue),
             peers=lambda: len(desk.targets),
         )
         self._desk = desk
-        self._bootstrap = Bootstrap(manifest, desk, self._settings.deadlines, self._metrics)
+        self._bootstrap = Bootstrap(manifest, desk, self._settings.deadlines, parts.metrics)
         await self._bootstrap.start(self._settings.bootstrap_host, self._settings.bootstrap_port)
         self._ticker = asyncio.create_task(self._tick_for_ever(desk), name="prefill ticker")
 
     async def stop(self) -> None:
-        """Tells every decode node that its rooms are over, then closes the senders and the bootstrap port."""
+        """Tells every decode node that its rooms are over, then closes the senders and the bootstrap port.
+
+        May be called more than once.
+        """
         self._stopping = True
         if self._ticker is not None:
             self._ticker.cancel()
@@ -162,20 +122,9 @@ class PrefillNode:
     def server_info(self) -> dict[str, Any]:
         desk = self._desk
         targets = list(desk.targets) if desk is not None else []
-        return {
-            "disaggregation_mode": self.role,
-            "served_model_name": self.model_name,
-            "max_context": self.max_context,
-            "incarnation": self.incarnation,
+        return common_info(self.role, self.incarnation, self._settings, self._parts) | {
             "bootstrap_port": self.bootstrap_port,
-            "model_fingerprint": self._identity.model,
-            "tokenizer_fingerprint": self._identity.tokenizer,
-            "dtype": self._identity.dtype,
-            "page_size": self._arena.layout.page_size,
-            **self._settings.facts,
             "waiting": len(desk.queue) if desk is not None else 0,
-            "allocator": self._allocator.counts(),
-            "faults": [str(fault) for fault in self._faults.faults],
             "peers": [{"incarnation": peer.incarnation, "session": peer.manifest.session} for peer in targets],
         }
 

@@ -23,7 +23,8 @@ from server.cache.handoff import Handoff, prompt_hash, write_handoff
 from server.cache.layout import ArenaLayout, Placement, Run
 from server.cache.live import live_positions
 from server.cache.specs import HANDOFF, CacheGeometry
-from server.decode.node import DecodeNode, DecodeSettings
+from server.decode.node import DecodeNode
+from server.decode.settings import DecodeSettings
 from server.engine.events import (
     Cancel,
     ChunkComputed,
@@ -41,6 +42,7 @@ from server.engine.events import (
     Stop,
 )
 from server.engine.request import FinishReason, GenerationRequest, SamplingParams, TokenLogprob, TokenOutput
+from server.node.parts import NodeParts
 from server.prefill.node import PrefillNode, PrefillSettings
 from server.transfer.engines.base import TransferEngine
 from server.transfer.engines.loopback import LoopbackEngine
@@ -222,15 +224,17 @@ class FakeEngine(threading.Thread):
 class NodeUnderTest:
     node: Any
     engine: FakeEngine
-    arena: Arena
-    allocator: Allocator
-    registry: CollectorRegistry
+    parts: NodeParts
+
+    @property
+    def arena(self) -> Arena:
+        return self.parts.arena
 
     def counts(self) -> dict[str, dict[str, int]]:
-        return self.allocator.counts()
+        return self.parts.allocator.counts()
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.registry.get_sample_value(name, labels) or 0.0
+        return self.parts.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
 @dataclass
@@ -256,20 +260,10 @@ class Pair:
         deadlines: Deadlines = FAST,
         make_transport: Callable[[], TransferEngine] | None = None,
     ) -> NodeUnderTest:
-        arena, allocator, engine, registry = parts(geometry or make_geometry(), seed=11)
-        node = PrefillNode(
-            PrefillSettings("fake", 4096, bootstrap_port=port, deadlines=deadlines),
-            submit_command=engine.submit,
-            make_transport=make_transport or self.transport,
-            arena=arena,
-            allocator=allocator,
-            identity=identity,
-            tokenizer=FakeTokenizer(),
-            sampling_defaults=SamplingParams(),
-            metrics=NodeMetrics(registry),
-            faults=FaultSet.parse(faults),
-        )
-        return await self._start(NodeUnderTest(node, engine, arena, allocator, registry))
+        settings = PrefillSettings(model_name="fake", max_context=4096, bootstrap_port=port, deadlines=deadlines)
+        bare = _bare(geometry or make_geometry(), 11, make_transport or self.transport, identity, faults)
+        bare.node = PrefillNode(settings, bare.parts)
+        return await self._start(bare)
 
     async def decode(
         self,
@@ -280,22 +274,17 @@ class Pair:
         own_components: frozenset[str] = frozenset(),
         wait: bool = True,
     ) -> NodeUnderTest:
-        arena, allocator, engine, registry = parts(geometry or make_geometry(extra_rows=2, slots=4, pages=15), seed=12)
         addresses = tuple(p if isinstance(p, str) else f"127.0.0.1:{p.node.bootstrap_port}" for p in prefills)
-        node = DecodeNode(
-            DecodeSettings(
-                "fake", 4096, None if local else addresses, own_components=own_components, deadlines=deadlines
-            ),
-            submit_command=engine.submit,
-            make_transport=self.transport,
-            arena=arena,
-            allocator=allocator,
-            identity=IDENTITY,
-            tokenizer=FakeTokenizer(),
-            sampling_defaults=SamplingParams(),
-            metrics=NodeMetrics(registry),
+        settings = DecodeSettings(
+            model_name="fake",
+            max_context=4096,
+            prefill=None if local else addresses,
+            own_components=own_components,
+            deadlines=deadlines,
         )
-        started = await self._start(NodeUnderTest(node, engine, arena, allocator, registry))
+        bare = _bare(geometry or make_geometry(extra_rows=2, slots=4, pages=15), 12, self.transport)
+        bare.node = node = DecodeNode(settings, bare.parts)
+        started = await self._start(bare)
         if wait and not local:
             await until(lambda: all(p["state"] == "registered" for p in node.server_info()["peers"]))
         return started
@@ -315,9 +304,28 @@ class Pair:
         await asyncio.to_thread(started.engine.join, 5.0)
 
 
-def parts(geometry: CacheGeometry, seed: int) -> tuple[Arena, Allocator, FakeEngine, CollectorRegistry]:
+def _bare(
+    geometry: CacheGeometry,
+    seed: int,
+    make_transport: Callable[[], TransferEngine],
+    identity: ModelIdentity = IDENTITY,
+    faults: tuple[str, ...] = (),
+) -> NodeUnderTest:
+    """Everything but the node."""
     arena = Arena(ArenaLayout.from_geometry(geometry), poison=True)
-    return arena, Allocator(geometry, permute_seed=seed), FakeEngine(arena), CollectorRegistry()
+    engine = FakeEngine(arena)
+    parts = NodeParts(
+        submit_command=engine.submit,
+        make_transport=make_transport,
+        arena=arena,
+        allocator=Allocator(geometry, permute_seed=seed),
+        identity=identity,
+        tokenizer=FakeTokenizer(),
+        sampling_defaults=SamplingParams(),
+        metrics=NodeMetrics(CollectorRegistry()),
+        faults=FaultSet.parse(faults),
+    )
+    return NodeUnderTest(None, engine, parts)
 
 
 @asynccontextmanager

@@ -91,9 +91,9 @@ async def test_an_abort_in_any_phase_leaves_every_count_at_its_start(
 
         monkeypatch.setattr(receiver, "verify", slow_verify)
     generation = d.node.submit(request(300, seed=5, max_tokens=400))
-    work = next(w for w in d.node._works.values() if w.generation is generation)
+    work = next(w for w in d.node._desk.works.values() if w.generation is generation)
     if phase == "waiting":
-        assert work in d.node._waiting
+        assert work in d.node._desk.queue
     elif phase == "decoding":
         await generation.route()
     else:
@@ -129,7 +129,7 @@ async def test_aborting_a_hundred_rooms_leaks_nothing(pair: Pair) -> None:
     for generation in generations:
         generation.abort()
     await assert_works_again(p, d)
-    assert not d.node._works
+    assert not d.node._desk.works
     assert not p.node._desk.works
 
 
@@ -228,7 +228,7 @@ async def test_a_peer_that_falls_silent_fails_its_rooms_within_the_deadline_and_
     port = p.node.bootstrap_port
     p.engine.gate.clear()
     generation = d.node.submit(request(300))
-    await until(lambda: next(iter(d.node._works.values())).room.phase == "prefill")
+    await until(lambda: next(iter(d.node._desk.works.values())).room.phase == "prefill")
     started = time.monotonic()
     await p.node._bootstrap.close()  # as a killed process: it says nothing any more
     with pytest.raises(RequestFailed, match="was silent") as caught:
@@ -264,7 +264,7 @@ async def test_a_prefill_node_that_shuts_down_tells_its_rooms_at_once(pair: Pair
     d = await pair.decode(p)
     p.engine.gate.clear()
     generation = d.node.submit(request(300))
-    await until(lambda: next(iter(d.node._works.values())).room.phase == "prefill")
+    await until(lambda: next(iter(d.node._desk.works.values())).room.phase == "prefill")
     started = time.monotonic()
     stopping = asyncio.create_task(pair.stop(p))
     with pytest.raises(RequestFailed, match="prefill node is shutting down"):
@@ -280,7 +280,7 @@ async def test_a_decode_node_that_disappears_leaves_the_prefill_node_clean(pair:
     for i in range(3):
         d.node.submit(request(100, seed=i))
     await until(lambda: p.counts()["slots"]["reserved"] == 3)
-    for link in d.node._receiver.links:
+    for link in d.node._desk.receiver.links:
         await link.close()
     await until(lambda: not p.node._desk.targets, FAST.peer_s + 1.0)
     p.engine.gate.set()
@@ -347,8 +347,8 @@ async def test_a_control_connection_that_breaks_and_comes_back_loses_no_room(pai
     d = await pair.decode(p)
     p.engine.gate.clear()
     generation = d.node.submit(request(300))
-    await until(lambda: next(iter(d.node._works.values())).room.phase == "prefill")
-    link = d.node._receiver.links[0]
+    await until(lambda: next(iter(d.node._desk.works.values())).room.phase == "prefill")
+    link = d.node._desk.receiver.links[0]
     link._socket.disconnect(f"tcp://{link.address}")
     await asyncio.sleep(0.3)
     link._socket.connect(f"tcp://{link.address}")

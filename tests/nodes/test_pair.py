@@ -48,7 +48,7 @@ async def test_no_byte_outside_the_live_ranges_changes(pair: Pair) -> None:
     before = d.arena.buffer.clone()
     asked = request(300)
     await d.node.submit(asked).route()
-    (work,) = d.node._works.values()
+    (work,) = d.node._desk.works.values()
     mask = before != d.arena.buffer
     for name, rows in live_positions(300, WINDOW, d.arena.layout.names).items():
         for run in d.arena.layout.runs(name, rows, work.placement):
@@ -154,7 +154,7 @@ async def test_a_room_in_use_is_409_and_room_ids_have_63_bits(pair: Pair) -> Non
     p.engine.gate.set()
     assert [t async for o in first for t in o.token_ids] == expected(request(9))
     assert (await first.route()).room == MAX_ROOM
-    await until(lambda: not d.node._rooms)
+    await until(lambda: not d.node._desk.rooms)
     assert await answer(d.node, request(10)) == expected(request(10))
 
 
@@ -216,8 +216,8 @@ async def test_ready_means_that_a_write_of_the_peer_really_landed(pair: Pair) ->
     p = await pair.prefill()
     d = await pair.decode(p)
     assert await d.node.ready() == (True, f"prefill 127.0.0.1:{p.node.bootstrap_port}: probe transfer ok")
-    d.node._receiver._prober._fresh_s = 0.0
-    d.node._receiver._sessions._engines[f"127.0.0.1:{p.node.bootstrap_port}"].unregister(d.arena.ptr)
+    d.node._desk.receiver._prober._fresh_s = 0.0
+    d.node._desk.receiver._sessions._engines[f"127.0.0.1:{p.node.bootstrap_port}"].unregister(d.arena.ptr)
     ready, reason = await d.node.ready()
     assert not ready
     assert "refused" in reason

@@ -17,7 +17,8 @@ from server.cache.allocator import Allocator
 from server.cache.arena import Arena
 from server.cache.layout import ArenaLayout, Placement
 from server.cache.specs import DRAFT, CacheGeometry, ComponentSpec
-from server.decode.node import DecodeNode, DecodeSettings
+from server.decode.node import DecodeNode
+from server.decode.settings import DecodeSettings
 from server.engine.engine import Engine
 from server.engine.events import Command, Event, Prefill, PrefillFinished, Resume
 from server.engine.request import GenerationRequest, RouteInfo, SamplingParams, TokenOutput
@@ -26,6 +27,7 @@ from server.engine.tokenizer import Tokenizer
 from server.launch import EngineInbox
 from server.model.network import DeepseekV4
 from server.model.state import state_components
+from server.node.parts import NodeParts
 from server.prefill.node import PrefillNode, PrefillSettings
 from server.transfer.engines.base import TransferEngine
 from server.transfer.engines.mooncake import MooncakeEngine
@@ -84,17 +86,21 @@ class TestNode:
         self._runner, self._tokenizer = ModelRunner(model, self.arena), tokenizer
         self.max_context = min(model.config.max_position_embeddings, self.allocator.capacity_tokens)
 
-    def parts(self, make_transport: Callable[[], TransferEngine]) -> dict[str, Any]:
-        return {
-            "submit_command": self._submit,
-            "make_transport": make_transport,
-            "arena": self.arena,
-            "allocator": self.allocator,
-            "identity": self.side.identity,
-            "tokenizer": self._tokenizer,
-            "sampling_defaults": SamplingParams(),
-            "metrics": NodeMetrics(self.registry),
-        }
+    def parts(self, make_transport: Callable[[], TransferEngine]) -> NodeParts:
+        return NodeParts(
+            submit_command=self._submit,
+            make_transport=make_transport,
+            arena=self.arena,
+            allocator=self.allocator,
+            identity=self.side.identity,
+            tokenizer=self._tokenizer,
+            sampling_defaults=SamplingParams(),
+            metrics=NodeMetrics(self.registry),
+            faults=FaultSet.parse(self.side.faults),
+        )
+
+    def settings(self) -> dict[str, Any]:
+        return {"model_name": "test", "max_context": self.max_context, "deadlines": self.side.deadlines}
 
     def start_engine(self, on_event: Callable[[Event], None], *, spec_tokens: int = 0) -> None:
         def record(event: Event) -> None:
@@ -187,13 +193,8 @@ async def running_prefill(
     transport: Callable[[], TransferEngine] = MooncakeEngine,
 ) -> AsyncIterator[tuple[TestNode, PrefillNode]]:
     p = TestNode(model, tokenizer, side)
-    node = PrefillNode(
-        PrefillSettings(
-            "test", p.max_context, bootstrap_port=port, spec_tokens=side.spec_tokens, deadlines=side.deadlines
-        ),
-        **p.parts(transport),
-        faults=FaultSet.parse(side.faults),
-    )
+    settings = PrefillSettings(**p.settings(), bootstrap_port=port, spec_tokens=side.spec_tokens)
+    node = PrefillNode(settings, p.parts(transport))
     p.start_engine(node.on_engine_event)
     try:
         await node.start()
@@ -213,17 +214,13 @@ async def running_decode(
     transport: Callable[[], TransferEngine] = MooncakeEngine,
 ) -> AsyncIterator[tuple[TestNode, DecodeNode]]:
     d = TestNode(model, tokenizer, side)
-    node = DecodeNode(
-        DecodeSettings(
-            "test",
-            d.max_context,
-            peers,
-            spec_tokens=side.spec_tokens if side.draft else 0,
-            own_components=frozenset({DRAFT}) if side.cold_draft else frozenset(),
-            deadlines=side.deadlines,
-        ),
-        **d.parts(transport),
+    settings = DecodeSettings(
+        **d.settings(),
+        prefill=peers,
+        spec_tokens=side.spec_tokens if side.draft else 0,
+        own_components=frozenset({DRAFT}) if side.cold_draft else frozenset(),
     )
+    node = DecodeNode(settings, d.parts(transport))
     d.start_engine(node.on_engine_event, spec_tokens=side.spec_tokens if side.draft else 0)
     try:
         await node.start()

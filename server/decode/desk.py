@@ -1,0 +1,257 @@
+"""The decode node's requests: a queue, memory for its head, a room with a prefill node, then the engine, to the end.
+
+A request's way: ``submit`` checks it and queues it -> ``_admit`` gives it a slot and pages and opens a room with a
+prefill node (:mod:`.receiver`) -> ``room_committed`` hands it to the engine -> engine events fill its stream -> its
+memory is released.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from server.cache.allocator import ItemState
+from server.decode.admission import check_request, tokens_held, wire_request, with_seed
+from server.decode.draft_metrics import DraftMetrics
+from server.decode.generation import NodeGeneration
+from server.decode.receiver import Receiver, Work, request_failed
+from server.decode.settings import DecodeSettings
+from server.engine.events import Cancel, Event, Failed, Finished, Generate, Output, Resume, Scrub, Scrubbed
+from server.engine.request import FinishReason, GenerationRequest, RequestFailed, RouteInfo, TokenLogprob, TokenOutput
+from server.node.parts import NodeParts
+from server.transfer.protocol import MAX_ROOM, Done
+from server.transfer.rooms import Failure, RoomKey
+
+log = logging.getLogger(__name__)
+
+
+class RequestDesk:
+    """All requests of a decode node, from ``submit`` until their memory is free again. Lives in the node's event loop.
+
+    ``receiver`` is None where prompts are computed here.
+    """
+
+    def __init__(self, settings: DecodeSettings, parts: NodeParts, incarnation: str) -> None:
+        self.works: dict[RoomKey, Work] = {}
+        self.queue: deque[Work] = deque()
+        self.rooms: set[int] = set()
+        self.receiver: Receiver | None = None
+        self._settings = settings
+        self._parts = parts
+        self._incarnation = incarnation
+        self._allocator = parts.allocator
+        self._submit_command = parts.submit_command
+        self._metrics = parts.metrics
+        self._draft_metrics: DraftMetrics | None = None
+        if settings.draft_state is not None:
+            self._draft_metrics = DraftMetrics(parts.metrics.registry, settings.spec_tokens, settings.draft_state)
+        self._epochs = itertools.count(1)
+        self._alive = time.monotonic()
+        self._refusing: Failure | None = None
+
+    def start(self) -> None:
+        """Connects to the prefill nodes (without waiting for them)."""
+        self._metrics.watch(
+            self._allocator,
+            queued=lambda: len(self.queue),
+            running=lambda: len(self.works) - len(self.queue),
+            peers=lambda: sum(link.registered for link in self.receiver.links) if self.receiver else 0,
+        )
+        if self._settings.prefill is not None:
+            self.receiver = Receiver(self, self._settings, self._parts, self._incarnation, self._settings.prefill)
+            self.receiver.start()
+
+    async def close(self) -> None:
+        """Closes every connection and transport session; the requests should have been given up before."""
+        if self.receiver is not None:
+            await self.receiver.close()
+
+    def refuse_all(self, failure: Failure) -> None:
+        """Gives up every request, and every request that is still to come."""
+        self._refusing = failure
+        for work in list(self.works.values()):
+            self._drop(work, failure)
+
+    def engine_died(self, failure: Failure) -> None:
+        """No engine event will come any more: every client is told."""
+        self._refusing = failure
+        for work in list(self.works.values()):
+            work.generation.fail(RequestFailed(failure.code, failure.reason, status=500))
+
+    # --- admission ----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest, *, room: int | None = None) -> NodeGeneration:
+        """Admits a request; ``room`` None draws one.
+
+        Raises :class:`RequestFailed` at once for what cannot be served.
+        """
+        self.check_serving()
+        check_request(
+            request,
+            max_context=self._settings.max_context,
+            vocab_size=self._parts.tokenizer.vocab_size,
+            spec_tokens=self._settings.spec_tokens,
+            allocator=self._allocator,
+        )
+        wire_request(request)
+        if room is None:
+            room = secrets.randbits(63)
+        if not 0 <= room <= MAX_ROOM:
+            raise RequestFailed("bad_room", f"room {room} is not in 0 .. {MAX_ROOM}", status=400)
+        if room in self.rooms:
+            raise RequestFailed("duplicate_room", f"room {room} is in use by another request", status=409)
+        key = RoomKey(room, next(self._epochs), self._incarnation)
+        work = Work(key, with_seed(request), NodeGeneration(lambda: self._abort(key)), time.monotonic())
+        self.works[key] = work
+        self.rooms.add(room)
+        self.queue.append(work)
+        self._admit()
+        return work.generation
+
+    def check_serving(self) -> None:
+        """Raises :class:`RequestFailed` (503) with the reason if no request can be served now."""
+        if self._refusing is not None:
+            raise request_failed(self._refusing)
+        if self.receiver is not None and not self.receiver.has_peer():
+            raise RequestFailed("no_prefill", self.receiver.why_no_peer(), status=503)
+
+    def _admit(self) -> None:
+        """Gives the head of the queue a slot and pages, again and again while there are any."""
+        while self.queue and self._refusing is None:
+            work = self.queue[0]
+            link = self.receiver.pick() if self.receiver is not None else None
+            if self.receiver is not None and link is None:
+                return
+            placement = self._allocator.reserve(work.key, tokens_held(work.request, self._settings.spec_tokens))
+            if placement is None:
+                return
+            self.queue.popleft()
+            self._alive = time.monotonic()
+            self._metrics.phase("admission", self._alive - work.enqueued)
+            work.placement = placement
+            if self.receiver is not None and link is not None:
+                self.receiver.open(work, placement, link)
+            else:
+                self._allocator.commit(work.key)
+                self._submit_command(Generate(work.key, work.request, placement))
+
+    def _fail_waiting(self, failures: Iterator[tuple[Work, Failure]]) -> None:
+        for work, failure in list(failures):
+            self.queue.remove(work)
+            work.generation.fail(request_failed(failure))
+            self._metrics.room_ended("failed", failure.code)
+            self._forget(work)
+
+    def _forget(self, work: Work) -> None:
+        self.works.pop(work.key, None)
+        self.rooms.discard(work.key.room)
+
+    def _abort(self, key: RoomKey) -> None:
+        work = self.works.get(key)
+        if work is not None:
+            self._drop(work, Failure("aborted", "the client aborted the request", 499))
+
+    def _drop(self, work: Work, failure: Failure) -> None:
+        """Ends a request wherever it is: in the queue, in its room, or in the engine."""
+        if work in self.queue:
+            self.queue.remove(work)
+            self._end_generation(work, failure)
+            self._forget(work)
+        elif work.room is not None and work.room.active and self.receiver is not None:
+            self.receiver.give_up(work, failure)
+        elif not work.generation.ended:
+            self._submit_command(Cancel(work.key))
+            if failure.code != "aborted":
+                work.generation.fail(request_failed(failure))
+
+    def _end_generation(self, work: Work, failure: Failure) -> None:
+        if failure.code == "aborted":
+            work.generation.finish(FinishReason.ABORT)
+        else:
+            work.generation.fail(request_failed(failure))
+
+    # --- RoomOwner ----------------------------------------------------------------------------------------------------
+
+    def room_committed(self, work: Work, done: Done, first: TokenLogprob) -> None:
+        if work.placement is None or work.link is None:
+            raise RuntimeError(f"{work.key} was committed without memory or peer")
+        self._allocator.commit(work.key)
+        nbytes = {sent.component: sent.nbytes for sent in done.sent}
+        work.generation.set_route(RouteInfo(work.link.address, work.key.room, nbytes, self._settings.draft_state))
+        self._submit_command(Resume(work.key, work.request, work.placement, first))
+
+    def room_failed(self, work: Work, failure: Failure) -> None:
+        log.warning("%s (%s) failed: %s: %s", work.key, work.request.request_id, failure.code, failure.reason)
+        self._allocator.quarantine(work.key)
+        self._end_generation(work, failure)
+
+    def room_free(self, work: Work) -> None:
+        if work.placement is not None:
+            self._submit_command(Scrub(work.key, work.placement))
+
+    def peers_changed(self) -> None:
+        self._fail_waiting_without_peer()
+        self._admit()
+
+    def _fail_waiting_without_peer(self) -> None:
+        if self.receiver is not None and not self.receiver.has_peer():
+            failure = Failure("no_prefill", self.receiver.why_no_peer(), 503)
+            self._fail_waiting((work, failure) for work in self.queue)
+
+    # --- engine -------------------------------------------------------------------------------------------------------
+
+    def on_engine_event(self, event: Event) -> None:
+        """Takes one of the engine's events about a request (in the event loop)."""
+        self._alive = time.monotonic()
+        key = getattr(event, "key", None)
+        work = self.works.get(key) if isinstance(key, RoomKey) else None
+        if work is None:
+            return
+        match event:
+            case Output():
+                work.generation.set_route(self._local_route())
+                self._count_step(work, event.output)
+                work.generation.put(event.output)
+            case Finished():
+                work.generation.set_route(self._local_route())
+                work.generation.finish(event.reason)
+                self._release(work)
+            case Failed():
+                work.generation.fail(RequestFailed(event.code, event.message, status=500))
+                self._release(work)
+            case Scrubbed():
+                self._release(work)
+            case _:
+                pass
+
+    def _local_route(self) -> RouteInfo:
+        return RouteInfo("local", None, draft_state=self._settings.draft_state)
+
+    def _count_step(self, work: Work, output: TokenOutput) -> None:
+        if self._draft_metrics is not None:
+            self._draft_metrics.step(output, work.n_generated)
+        work.n_generated += len(output.token_ids)
+
+    def _release(self, work: Work) -> None:
+        if self._allocator.state_of(work.key) is not ItemState.FREE:
+            self._allocator.release(work.key)
+        self._forget(work)
+        self._admit()
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        if self.receiver is not None:
+            self.receiver.tick()
+            self._fail_waiting_without_peer()
+        now, limit_s = time.monotonic(), self._settings.deadlines.admission_s
+        reason = f"no slot and pages became free for {limit_s:g} s"
+        self._fail_waiting(
+            (work, Failure("overloaded", reason, 503))
+            for work in self.queue
+            if now - max(self._alive, work.enqueued) > limit_s
+        )
