@@ -87,7 +87,7 @@ class LocalEngine:
     """This project's engine thread in this process, as a decode node with ``--local-prefill`` runs it."""
 
     def __init__(self, options: NodeOptions) -> None:
-        ground = lay_groundwork(options, draft=False)
+        ground = lay_groundwork("decode", options, draft=False)
         self.arena, self.tokenizer = ground.parts.arena, ground.tokenizer
         self.max_context = ground.max_context
         self._allocator = ground.parts.allocator

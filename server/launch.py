@@ -92,13 +92,13 @@ class Groundwork:
         }
 
 
-def lay_groundwork(options: NodeOptions, *, draft: bool = False, spec_tokens: int = 0) -> Groundwork:
-    """Loads the checkpoint, with its draft layer if ``draft``, and lays out the pools for ``spec_tokens`` draft tokens
-    a step.
+def lay_groundwork(role: str, options: NodeOptions, *, draft: bool = False, spec_tokens: int = 0) -> Groundwork:
+    """What a ``prefill`` or ``decode`` node stands on: loads the checkpoint, with its draft layer if ``draft``, and lays
+    out the pools for ``spec_tokens`` draft tokens a step.
 
     Raises one of :data:`STARTUP_ERRORS`.
     """
-    faults = FaultSet.parse(options.faults)
+    faults = FaultSet.parse(options.faults, role)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CheckpointError("--device cuda: torch sees no CUDA device")
     dtype = TORCH_DTYPES[options.dtype]

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from server.cache.layout import PROBE_NBYTES, ArenaLayout, Placement, Run
+from server.cache.owners import OwnerStamps
 from server.cache.specs import Scope
 
 POISON_BYTE = 0xFF
@@ -21,13 +22,15 @@ class Arena:
     """The flat pools of one process.
 
     Item 0 of every component (slot 0, page 0) is zero and stays zero: padding reads it. With ``poison`` every other
-    byte starts as, and is scrubbed back to, :data:`POISON_BYTE`, so that a read of anything unsent shows.
+    byte starts as, and is scrubbed back to, :data:`POISON_BYTE`, so that a read of anything unsent shows. ``owners``
+    says which room every slot and page is used by.
     """
 
     def __init__(self, layout: ArenaLayout, device: torch.device | str = "cpu", *, poison: bool = False) -> None:
         self.layout = layout
         self.device = torch.device(device)
         self.poison = poison
+        self.owners = OwnerStamps(layout)
         self.buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device)
         if poison:
             self.buffer[PROBE_NBYTES:].fill_(POISON_BYTE)

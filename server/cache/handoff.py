@@ -84,5 +84,5 @@ def read_handoff(arena: Arena, placement: Placement, hc_mult: int) -> Handoff:
 
 
 def _row(arena: Arena, placement: Placement) -> Run:
-    (run,) = arena.layout.runs(HANDOFF, range(1), placement)
-    return run
+    row = arena.layout.component(HANDOFF)
+    return Run(row.offset + placement.slot * row.item_stride, row.row_nbytes)

@@ -25,6 +25,10 @@ class Placement:
     slot: int
     pages: tuple[int, ...]
 
+    def items(self, component: ComponentLayout) -> tuple[int, ...]:
+        """The ids of the items that hold the rows of ``component``, in ascending position."""
+        return (self.slot,) if component.scope is Scope.SLOT else self.pages
+
 
 @dataclass(frozen=True)
 class Run:
@@ -126,14 +130,13 @@ class ArenaLayout:
     def row_offset(self, name: str, placement: Placement, row: int) -> int:
         """Byte offset of logical row ``row`` (entry or token position) of a component for one request."""
         c = self.component(name)
+        items = placement.items(c)
         if c.scope is Scope.SLOT:
-            return c.offset + placement.slot * c.item_stride + (row % c.rows) * c.row_nbytes
+            return c.offset + items[0] * c.item_stride + (row % c.rows) * c.row_nbytes
         page, local = divmod(row, c.rows)
-        if page >= len(placement.pages):
-            raise LayoutError(
-                f"{name} entry {row} lies on page {page} of the request, which has {len(placement.pages)} pages"
-            )
-        return c.offset + placement.pages[page] * c.item_stride + local * c.row_nbytes
+        if page >= len(items):
+            raise LayoutError(f"{name} entry {row} lies on page {page} of the request, which has {len(items)} pages")
+        return c.offset + items[page] * c.item_stride + local * c.row_nbytes
 
     def runs(self, name: str, live: range, placement: Placement) -> list[Run]:
         """The byte ranges of rows ``live`` of a component in ascending logical order, neighbours merged.

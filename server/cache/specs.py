@@ -14,7 +14,11 @@ DRAFT = "draft_swa"
 
 
 class LayoutError(ValueError):
-    """A geometry, placement or position that cannot exist."""
+    """A geometry, placement or position that cannot exist. ``component`` is the one at fault, or empty."""
+
+    def __init__(self, message: str, component: str = "") -> None:
+        super().__init__(message)
+        self.component = component
 
 
 class Scope(enum.StrEnum):

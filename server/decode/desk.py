@@ -23,6 +23,7 @@ from server.decode.settings import DecodeSettings
 from server.engine.events import Cancel, Event, Failed, Finished, Generate, Output, Resume, Scrub, Scrubbed
 from server.engine.request import FinishReason, GenerationRequest, RequestFailed, RouteInfo, TokenLogprob, TokenOutput
 from server.node.parts import NodeParts
+from server.transfer.checks import Check
 from server.transfer.protocol import MAX_ROOM, Done
 from server.transfer.rooms import Failure, RoomKey
 
@@ -109,6 +110,7 @@ class RequestDesk:
         self.works[key] = work
         self.rooms.add(room)
         self.queue.append(work)
+        self._parts.faults.entered("waiting")
         self._admit()
         return work.generation
 
@@ -130,6 +132,7 @@ class RequestDesk:
             if placement is None:
                 return
             self.queue.popleft()
+            self._parts.arena.owners.stamp(placement, work.key.owner)
             self._alive = time.monotonic()
             self._metrics.phase("admission", self._alive - work.enqueued)
             work.placement = placement
@@ -182,7 +185,8 @@ class RequestDesk:
         self._allocator.commit(work.key)
         nbytes = {sent.component: sent.nbytes for sent in done.sent}
         work.generation.set_route(RouteInfo(work.link.address, work.key.room, nbytes, self._settings.draft_state))
-        self._submit_command(Resume(work.key, work.request, work.placement, first))
+        owner = None if Check.STAMP in work.skipped else work.key.owner
+        self._submit_command(Resume(work.key, work.request, work.placement, first, owner))
 
     def room_failed(self, work: Work, failure: Failure) -> None:
         log.warning("%s (%s) failed: %s: %s", work.key, work.request.request_id, failure.code, failure.reason)
@@ -214,6 +218,8 @@ class RequestDesk:
         match event:
             case Output():
                 work.generation.set_route(self._local_route())
+                if not work.n_generated:
+                    self._parts.faults.entered("decode")
                 self._count_step(work, event.output)
                 work.generation.put(event.output)
             case Finished():
@@ -221,7 +227,8 @@ class RequestDesk:
                 work.generation.finish(event.reason)
                 self._release(work)
             case Failed():
-                work.generation.fail(RequestFailed(event.code, event.message, status=500))
+                failed = RequestFailed(event.code, event.message, status=500, component=event.component or None)
+                work.generation.fail(failed)
                 self._release(work)
             case Scrubbed():
                 self._release(work)
@@ -237,6 +244,8 @@ class RequestDesk:
         work.n_generated += len(output.token_ids)
 
     def _release(self, work: Work) -> None:
+        if work.placement is not None:
+            self._parts.arena.owners.clear(work.placement, work.key.owner)
         if self._allocator.state_of(work.key) is not ItemState.FREE:
             self._allocator.release(work.key)
         self._forget(work)

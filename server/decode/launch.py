@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if peers is not None:
             check_transfer_host(options)
         k, cold = args.spec_tokens, args.draft_state == "recompute"
-        ground = lay_groundwork(options, draft=k > 0, spec_tokens=k)
+        ground = lay_groundwork("decode", options, draft=k > 0, spec_tokens=k)
         own = frozenset({DRAFT}) if cold else frozenset()
         settings = DecodeSettings(**ground.settings(), prefill=peers, own_components=own)
         return await serve(DecodeNode(settings, ground.parts), ground, spec_tokens=k, cold_draft=cold)

@@ -18,9 +18,11 @@ from server.decode.generation import NodeGeneration
 from server.decode.probe import Prober
 from server.decode.sessions import TransportSessions
 from server.decode.settings import DecodeSettings
-from server.decode.verify import Proof, accept_unchecked, verify
+from server.decode.verify import Evidence, Proof, verify
 from server.engine.request import GenerationRequest, RequestFailed, TokenLogprob
 from server.node.parts import NodeParts
+from server.transfer.checks import Check
+from server.transfer.damage import RowDamage
 from server.transfer.decode_room import (
     Commit,
     DecodeAction,
@@ -35,7 +37,7 @@ from server.transfer.decode_room import (
     Verified,
     Verify,
 )
-from server.transfer.faults import FaultKind
+from server.transfer.faults import STATE, skipped_checks
 from server.transfer.manifest import Manifest, TransportIdentity, build_manifest
 from server.transfer.peer import PeerLink
 from server.transfer.protocol import (
@@ -70,6 +72,7 @@ class Work:
     link: PeerLink | None = None
     room: DecodeRoom | None = None
     n_generated: int = 0
+    skipped: frozenset[Check] = frozenset()
 
 
 class RoomOwner(Protocol):
@@ -109,6 +112,7 @@ class Receiver:
         self._deadlines = deadlines
         self._metrics = parts.metrics
         self._faults = parts.faults
+        self._damage = RowDamage(parts.arena)
         self._prober = Prober(parts.arena, deadlines.probe_s)
         self._works: dict[RoomKey, Work] = {}
         self._committed: OrderedDict[RoomKey, None] = OrderedDict()
@@ -177,6 +181,7 @@ class Receiver:
         work.placement, work.link = placement, link
         work.room = DecodeRoom(reserve, deadlines, time.monotonic())
         self._works[work.key] = work
+        self._faults.entered(work.room.phase)
         self._step(work, Opened())
 
     def give_up(self, work: Work, failure: Failure) -> None:
@@ -249,8 +254,12 @@ class Receiver:
         room = work.room
         if room is None:
             return
+        phase = room.phase
         try:
-            for action in room.handle(event, time.monotonic()):
+            actions = room.handle(event, time.monotonic())
+            if room.phase is not phase:
+                self._faults.entered(room.phase)
+            for action in actions:
                 self._perform(work, room, action)
         except Exception as error:
             log.exception("%s failed on %s", work.key, type(event).__name__)
@@ -286,17 +295,25 @@ class Receiver:
         try:
             if placement is None:
                 raise RuntimeError("the room has no memory")
-            struck = self._faults.strike(str(work.key))
-            check = accept_unchecked if any(fault.kind is FaultKind.UNCHECKED for fault in struck) else verify
-            proof = await asyncio.to_thread(
-                check, self._arena, placement, self._components, work.key, work.request, done
-            )
+            found = Evidence(self._arena, placement, self._components, work.key, work.request, done)
+            if self._faults.is_on:
+                await self._strike(work, placement, found.n)
+            proof = await asyncio.to_thread(verify, found, work.skipped)
         except Exception as error:
             log.exception("%s could not be checked", work.key)
             proof = Proof(Failure("internal_error", f"what arrived could not be checked: {error!r}", 500))
+        if proof.failure is not None:
+            self._metrics.check_failed(proof.failure)
         self._proofs[work.key] = proof
         self._step(work, Verified(proof.failure))
         self._proofs.pop(work.key, None)
+
+    async def _strike(self, work: Work, placement: Placement, n: int) -> None:
+        """Fault injection: damages what has arrived, and says which checks are not made."""
+        struck = self._faults.strike(str(work.key))
+        work.skipped = skipped_checks(struck)
+        for damage in await self._damage.make([fault for fault in struck if fault.kind in STATE], n, placement):
+            damage.apply(self._arena)
 
     def _commit(self, work: Work, done: Done) -> None:
         first = self._proofs[work.key].first

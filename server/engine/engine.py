@@ -13,7 +13,9 @@ from typing import TypeVar
 import torch
 
 from server.cache.live import LIVE_RULES
+from server.cache.owners import Owner, WrongOwner
 from server.engine.events import (
+    WRONG_OWNER,
     Cancel,
     ChunkComputed,
     Command,
@@ -124,13 +126,12 @@ class Engine(threading.Thread):
         match command:
             case Prefill():
                 sequence = self._sequence(command, Goal.HAND_OVER)
-                sequence.room, sequence.epoch = command.room, command.epoch
+                sequence.room, sequence.epoch, sequence.owner = command.room, command.epoch, command.owner
                 self._scheduler.prefilling.append(sequence)
             case Generate():
                 self._scheduler.prefilling.append(self._sequence(command, Goal.ANSWER))
             case Resume():
-                sequence = self._sequence(command, Goal.ANSWER)
-                self._resume(sequence, command)
+                self._resume(command)
             case Cancel(key):
                 if (found := self._scheduler.find(key)) is not None:
                     self._finish(found, FinishReason.ABORT)
@@ -140,8 +141,11 @@ class Engine(threading.Thread):
             case Stop():
                 self._stopping = True
 
-    def _resume(self, sequence: Running, command: Resume) -> None:
+    def _resume(self, command: Resume) -> None:
         """Decodes on from a prompt that another node computed; its first token may already be the last."""
+        sequence = self._sequence(command, Goal.ANSWER)
+        if not self._owns(sequence, command.owner):
+            return
         n = sequence.n_computed = sequence.n_prompt
         self._scheduler.decoding[sequence.key] = sequence
         if self._spec_tokens:
@@ -251,11 +255,26 @@ class Engine(threading.Thread):
     def _hand_over(self, sequence: Running, first: TokenLogprob, streams: torch.Tensor) -> None:
         """The end of a prompt on a prefill node: from here on its state belongs to the sender until it is scrubbed."""
         self._scheduler.drop(sequence.key)
+        if not self._owns(sequence, sequence.owner):
+            return
         started = time.perf_counter()
         prompt, placement = sequence.request.prompt_ids, sequence.placement
         digests = self._runner.hand_over(sequence.room, sequence.epoch, prompt, placement, first, streams)
         digest_s = time.perf_counter() - started
         self._on_event(PrefillFinished(sequence.key, first, digests, sequence.prefill_s, digest_s))
+
+    def _owns(self, sequence: Running, owner: Owner | None) -> bool:
+        """Whether the memory of the prompt's state is stamped with ``owner``; if not, the sequence is failed."""
+        if owner is None:
+            return True
+        try:
+            self._runner.check_owner(owner, sequence.n_prompt, sequence.placement)
+        except WrongOwner as error:
+            log.error("request %s failed: %s", sequence.key, error)
+            self._scheduler.drop(sequence.key)  # not scrubbed: the memory may be somebody else's
+            self._on_event(Failed(sequence.key, WRONG_OWNER, str(error), error.component))
+            return False
+        return True
 
     def _choose(
         self, sequences: Sequence[Running], widths: Sequence[int], logits: torch.Tensor

@@ -6,18 +6,26 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from server.cache.layout import Placement
+from server.cache.owners import Owner
 from server.engine.request import FinishReason, GenerationRequest, TokenLogprob, TokenOutput
+
+WRONG_OWNER = "wrong_owner"
+"""Code of a failure: a slot or page that holds a request's state is stamped as another's."""
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """Compute the prompt and its first token into ``placement`` and stop there (the prefill node's only work)."""
+    """Compute the prompt and its first token into ``placement`` and stop there (the prefill node's only work).
+
+    The memory must be stamped with ``owner`` when the digests are taken; None: do not look.
+    """
 
     key: Hashable
     request: GenerationRequest
     placement: Placement
     room: int
     epoch: int
+    owner: Owner | None = None
 
 
 @dataclass(frozen=True)
@@ -32,13 +40,14 @@ class Generate:
 @dataclass(frozen=True)
 class Resume:
     """Decode on from committed state: ``placement`` holds the prompt's state, ``first`` is the token the prefill node
-    chose.
+    chose. The memory must be stamped with ``owner``; None: do not look.
     """
 
     key: Hashable
     request: GenerationRequest
     placement: Placement
     first: TokenLogprob
+    owner: Owner | None = None
 
 
 @dataclass(frozen=True)
@@ -99,11 +108,15 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The engine gave this key up because of an error; like :class:`Finished`, its placement is no longer touched."""
+    """The engine gave this key up because of an error; like :class:`Finished`, its placement is no longer touched.
+
+    ``component`` is the state at fault, where there is one.
+    """
 
     key: Hashable
     code: str
     message: str
+    component: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from server.cache.arena import Arena
 from server.cache.digest import live_digests
 from server.cache.handoff import Handoff, prompt_hash, read_handoff, write_handoff
 from server.cache.layout import Placement
+from server.cache.owners import Owner
 from server.engine.request import TokenLogprob
 from server.model.batch import Segment, build_batch, build_draft_batch
 from server.model.network import DeepseekV4, ForwardOutput
@@ -72,6 +73,10 @@ class ModelRunner:
         write_handoff(self.arena, placement, row)
         self.synchronize()
         return live_digests(self.arena, n, placement)
+
+    def check_owner(self, owner: Owner, n: int, placement: Placement) -> None:
+        """That every live row after ``n`` tokens lies in ``owner``'s memory. Raises :class:`WrongOwner`."""
+        self.arena.owners.check(n, placement, self.arena.layout.names, owner)
 
     def handed_streams(self, placement: Placement) -> torch.Tensor:
         """The streams ``[N, D]`` of the last prompt position, out of the hand-off row."""

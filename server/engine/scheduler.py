@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from server.cache.layout import Placement
+from server.cache.owners import Owner
 from server.engine.request import GenerationRequest
 from server.engine.speculation import ChainStart, DraftState
 from server.engine.stopping import OutputProcessor
@@ -39,6 +40,7 @@ class Sequence:
     n_computed: int = 0
     room: int = 0
     epoch: int = 0
+    owner: Owner | None = None
     prefill_s: float = 0.0
     draft: DraftState | None = None
 

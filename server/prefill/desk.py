@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from server.cache.allocator import ItemState
 from server.cache.layout import Placement
@@ -28,11 +28,12 @@ from server.engine.events import (
 )
 from server.engine.request import GenerationRequest
 from server.node.parts import NodeParts, NodeSettings
-from server.prefill.damage import Damage
+from server.prefill.damage import SendingFaults
 from server.prefill.peers import PeerSender, ProbeKey, ProbeWriter
-from server.prefill.work import Batch, Outgoing, RoomWork, read_request
+from server.prefill.work import Batch, Lies, Outgoing, RoomWork, engine_failure, placement_failure, read_request
 from server.transfer.bootstrap import DecodePeer
-from server.transfer.faults import DAMAGES, FaultKind
+from server.transfer.checks import Check
+from server.transfer.faults import skipped_checks
 from server.transfer.plan import Side, check_holds
 from server.transfer.prefill_events import (
     Admitted,
@@ -89,17 +90,16 @@ class RoomDesk:
         self._arena = parts.arena
         self._allocator = parts.allocator
         self._submit_command = parts.submit_command
-        self._make_transport = parts.make_transport
+        self._faults = SendingFaults(parts.arena, parts.faults)
+        self._make_transport = self._faults.wrapping(parts.make_transport)
         self._send = send
         self._max_tokens = min(settings.max_context, parts.allocator.capacity_tokens)
         self._vocab_size = parts.tokenizer.vocab_size
         self._deadlines = settings.deadlines
         self._metrics = parts.metrics
-        self._faults = parts.faults
-        self._damage = Damage(parts.arena)
         self._tombstones = Tombstones()
         self._probes = ProbeWriter(parts.arena, settings.deadlines.probe_s, send)
-        self._closing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._refusing: Failure | None = None
 
@@ -107,7 +107,7 @@ class RoomDesk:
         """Ends every room, telling its decode node, and closes the senders."""
         self.refuse_all(Failure("shutting_down", "the prefill node is shutting down", 503))
         targets = list(self.targets.values())
-        await asyncio.gather(*(target.close(_SENDER_CLOSE_S) for target in targets), *self._closing)
+        await asyncio.gather(*(target.close(_SENDER_CLOSE_S) for target in targets), *self._tasks)
 
     def refuse_all(self, failure: Failure) -> None:
         """Gives up every room, and every room that is still to come."""
@@ -137,9 +137,12 @@ class RoomDesk:
         for work in self._rooms_of(target):
             self._step(work, PeerLost(failure))
         self._tombstones.drop_peer(peer.incarnation)
-        task = asyncio.create_task(self._close_target(target))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._spawn(self._close_target(target))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _close_target(self, target: PeerSender) -> None:
         await target.close(_SENDER_CLOSE_S)
@@ -182,6 +185,7 @@ class RoomDesk:
         room = PrefillRoom(reserve, len(request.prompt_ids), self._deadlines, time.monotonic())
         work = RoomWork(room, request, target)
         self.works[key] = work
+        self._faults.entered(room.phase)
         if failure_at_once is not None:
             self._step(work, GivenUp(failure_at_once))
             return
@@ -235,17 +239,20 @@ class RoomDesk:
 
     def _start(self, work: RoomWork, placement: Placement) -> None:
         key, reserve, n = work.room.key, work.room.reserve, len(work.request.prompt_ids)
+        work.placement, work.struck = placement, self._faults.strike(key)
+        self._arena.owners.stamp(placement, key.owner)
+        owner = None if Check.STAMP in skipped_checks(work.struck) else key.owner
+        source = self._faults.start(key, work.struck, n, placement)
         try:
-            work.struck = self._faults.strike(str(key))
-            dropped = frozenset(fault.component for fault in work.struck if fault.kind is FaultKind.DROP)
-            work.outgoing = Outgoing(self._arena, placement, work.target.peer, reserve, n, dropped)
+            if owner is not None:
+                self._arena.owners.check(n, source, reserve.components, owner)
+            work.outgoing = Outgoing(self._arena, source, work.target.peer, reserve, n, Lies.of(work.struck))
         except LayoutError as error:
-            self._allocator.release(key)
-            self._step(work, GivenUp(Failure("bad_reserve", str(error), 400)))
+            self._give_back(work)
+            self._give_up(work, placement_failure(error))
             return
-        work.placement = placement
         self._step(work, Admitted())
-        self._submit_command(Prefill(key, work.request, placement, key.room, key.epoch))
+        self._submit_command(Prefill(key, work.request, source, key.room, key.epoch, owner))
         self._queue_moved()
 
     def _queue_moved(self) -> None:
@@ -257,8 +264,12 @@ class RoomDesk:
 
     def _step(self, work: RoomWork, event: PrefillEvent) -> None:
         """Feeds one event to one room. An exception fails this room only."""
+        phase = work.room.phase
         try:
-            for action in work.room.handle(event, time.monotonic()):
+            actions = work.room.handle(event, time.monotonic())
+            if work.room.phase is not phase:
+                self._faults.entered(work.room.phase)
+            for action in actions:
                 self._perform(work, action)
         except Exception as error:
             log.exception("%s failed on %s", work.room.key, type(event).__name__)
@@ -271,10 +282,11 @@ class RoomDesk:
             case Send():
                 self._send(work.target.peer, action.message)
             case PushPages() if work.outgoing is not None:
-                if not any(fault.kind in DAMAGES for fault in work.struck):
+                if not self._faults.holds_pages(work.struck):
                     self._push(work, work.outgoing.push_pages(action.n_computed, transfer_s))
-            case PushTail() if work.outgoing is not None and work.placement is not None:
-                self._damage.apply(work.struck, len(work.request.prompt_ids), work.placement)
+            case PushTail() if self._faults.is_on:
+                self._spawn(self._push_damaged_tail(work))
+            case PushTail() if work.outgoing is not None:
                 self._push(work, work.outgoing.push_tail(transfer_s))
             case CancelEngine():
                 self._submit_command(Cancel(key))
@@ -296,14 +308,39 @@ class RoomDesk:
         if batch.job is not None:
             work.target.sender.send(batch.job)
 
+    async def _push_damaged_tail(self, work: RoomWork) -> None:
+        """Fault injection: the tail goes after the damage to it, which may wait for another room."""
+        key, n, placement, outgoing = work.room.key, len(work.request.prompt_ids), work.placement, work.outgoing
+        try:
+            if placement is None or outgoing is None:
+                raise RuntimeError(f"{key} has no memory")
+            damages = await self._faults.make(key, work.struck, n, placement)
+            if work.room.phase is PrefillPhase.TRANSFER:
+                self._faults.apply(key, damages)
+                self._push(work, outgoing.push_tail(self._deadlines.transfer_s))
+        except Exception as error:
+            log.exception("%s could not be damaged", key)
+            self._step(work, GivenUp(Failure("internal_error", f"the fault could not be injected: {error!r}", 500)))
+
     def _release(self, work: RoomWork) -> None:
         if self._allocator.state_of(work.room.key) is not ItemState.FREE:
-            self._allocator.release(work.room.key)
+            self._give_back(work)
         self._admit()
+
+    def _give_back(self, work: RoomWork) -> None:
+        if work.placement is not None:
+            self._arena.owners.clear(work.placement, work.room.key.owner)
+        self._allocator.release(work.room.key)
+
+    def _give_up(self, work: RoomWork, failure: Failure) -> None:
+        """Ends a room because a check has failed here."""
+        self._metrics.check_failed(failure)
+        self._step(work, GivenUp(failure))
 
     def _forget(self, work: RoomWork, action: Forget) -> None:
         room = work.room
         del self.works[room.key]
+        self._faults.ended(room.key)
         self._metrics.room_ended(action.outcome, action.reason)
         for phase, seconds in room.phase_s.items():
             self._metrics.phase(phase, seconds)
@@ -332,7 +369,9 @@ class RoomDesk:
             case Finished():
                 self._step(work, EngineIdle())
             case Failed():
-                self._step(work, EngineIdle(Failure(event.code, event.message, 500)))
+                failure = engine_failure(event)
+                self._metrics.check_failed(failure)
+                self._step(work, EngineIdle(failure))
             case Scrubbed():
                 self._step(work, Cleaned())
             case _:

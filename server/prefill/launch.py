@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def start() -> int:
         check_transfer_host(options)
         draft = has_draft(options.model) if args.draft is None else args.draft == "on"
-        ground = lay_groundwork(options, draft=draft)
+        ground = lay_groundwork("prefill", options, draft=draft)
         settings = PrefillSettings(**ground.settings(), bootstrap_host=options.host, bootstrap_port=args.bootstrap_port)
         return await serve(PrefillNode(settings, ground.parts), ground)
 

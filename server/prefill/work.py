@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from server.cache.arena import Arena
 from server.cache.layout import Placement
+from server.cache.owners import WrongOwner
+from server.cache.specs import LayoutError
+from server.engine.events import WRONG_OWNER, Failed
 from server.engine.request import GenerationRequest, SamplingParams
 from server.prefill.peers import PeerSender
 from server.transfer.bootstrap import DecodePeer
-from server.transfer.faults import Fault
-from server.transfer.plan import CopyPlan, Push, Side
+from server.transfer.checks import PLACEMENT, Check
+from server.transfer.faults import Fault, FaultKind, Place
+from server.transfer.plan import CopyPlan, Push, Rows, Side
 from server.transfer.prefill_events import Pushed
 from server.transfer.prefill_room import PrefillRoom
 from server.transfer.protocol import Reserve, unpack_tokens
-from server.transfer.rooms import RoomKey
+from server.transfer.rooms import Failure, RoomKey
 from server.transfer.sender import Piece, SendJob
 
 
@@ -29,25 +34,46 @@ class Batch:
     event: Pushed
 
 
+@dataclass(frozen=True)
+class Lies:
+    """Components that a batch does not tell the truth about (fault injection; empty otherwise).
+
+    ``unsent`` are not sent, ``unclaimed`` not claimed, ``miscounted`` claimed with one row's bytes too few.
+    """
+
+    unsent: frozenset[str] = frozenset()
+    unclaimed: frozenset[str] = frozenset()
+    miscounted: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(struck: Iterable[Fault]) -> Lies:
+        dropped, forgotten, miscounted = (
+            frozenset(f.component for f in struck if f.kind is kind and f.place in (None, Place.PLAN))
+            for kind in (FaultKind.DROP, FaultKind.FORGET, FaultKind.MISCOUNT)
+        )
+        return Lies(dropped | forgotten, forgotten, miscounted)
+
+
 class Outgoing:
     """The state of one room on its way: which pages went already, and the next batch.
 
-    ``dropped`` components are claimed but not sent (fault injection). Raises :class:`LayoutError` for a placement, here
-    or there, that cannot hold the prompt.
+    Raises :class:`LayoutError` for a placement, here or there, that cannot hold the prompt.
     """
 
     def __init__(
-        self, arena: Arena, placement: Placement, peer: DecodePeer, reserve: Reserve, n: int, dropped: frozenset[str]
+        self, arena: Arena, placement: Placement, peer: DecodePeer, reserve: Reserve, n: int, lies: Lies
     ) -> None:
         source = Side(arena.layout, placement)
         target = Side(peer.layout, Placement(reserve.slot, reserve.pages))
-        sent = [name for name in reserve.components if name not in dropped]
+        sent = [name for name in reserve.components if name not in lies.unsent]
+        claimed = [name for name in reserve.components if name not in lies.unclaimed]
         self._key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
         self._base, self._peer_base = arena.ptr, peer.manifest.arena_base
         self._page_size = arena.layout.page_size
         self._n = n
         self._plan = CopyPlan(source, target, n, sent)
-        self._claims = CopyPlan(source, target, n, reserve.components) if dropped else self._plan
+        self._claims = CopyPlan(source, target, n, claimed) if claimed != sent else self._plan
+        self._miscounted = {name: arena.layout.component(name).row_nbytes for name in lies.miscounted}
         self._pages_sent = 0
         self._n_batches = 0
 
@@ -68,11 +94,15 @@ class Outgoing:
 
     def _batch(self, push: Push, claimed: Push, deadline_s: float, *, last: bool) -> Batch:
         pieces = tuple(Piece(c.component, self._base + c.src, self._peer_base + c.dst, c.nbytes) for c in push.copies)
+        rows = tuple(self._counted(each) for each in claimed.rows) if last else claimed.rows
         if not pieces:
-            return Batch(None, Pushed(None, claimed.rows, 0, last))
+            return Batch(None, Pushed(None, rows, 0, last))
         self._n_batches += 1
         job = SendJob(self._key, self._n_batches, pieces, time.monotonic() + deadline_s)
-        return Batch(job, Pushed(self._n_batches, claimed.rows, len(pieces), last))
+        return Batch(job, Pushed(self._n_batches, rows, len(pieces), last))
+
+    def _counted(self, rows: Rows) -> Rows:
+        return replace(rows, nbytes=max(0, rows.nbytes - self._miscounted.get(rows.component, 0)))
 
 
 @dataclass
@@ -85,6 +115,20 @@ class RoomWork:
     placement: Placement | None = None
     outgoing: Outgoing | None = None
     struck: tuple[Fault, ...] = ()
+
+
+def engine_failure(event: Failed) -> Failure:
+    """What the engine found, as the room's failure."""
+    if event.code == WRONG_OWNER:
+        return Failure(event.code, event.message, 502, event.component, Check.STAMP)
+    return Failure(event.code, event.message, 500, event.component)
+
+
+def placement_failure(error: LayoutError) -> Failure:
+    """Memory of this node that cannot hold the room, or is not its own, as the room's failure."""
+    if isinstance(error, WrongOwner):
+        return Failure(WRONG_OWNER, str(error), 502, error.component, Check.STAMP)
+    return Failure("bad_placement", str(error), 502, error.component, PLACEMENT)
 
 
 def read_request(reserve: Reserve) -> GenerationRequest:

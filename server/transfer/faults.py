@@ -1,97 +1,290 @@
-"""Faults on purpose: hooks that the nodes ask, off by default, so that every check can be seen to fire.
+"""Faults on purpose: the vocabulary of ``--fault``, off by default, so that every check can be seen to fire.
 
-A fault is written ``KIND:COMPONENT[:COUNT]``, for example ``drop:swa`` or ``drop:swa:1`` (the first room only), or just
-``unchecked`` (a decode node commits whatever arrived). ``@PATH`` reads faults from a file, one a line, again for every
-room, so that one pair of processes can be put through all of them.
+    KIND:COMPONENT[@PLACE][:COUNT]     drop, zero, stale, shift, swap; forget, miscount
+    KIND-writes[:ARGUMENT][:COUNT]     delay-writes:SECONDS, late-writes:SECONDS, fail-writes[:COMPONENT]
+    KIND-message:TYPE[:COUNT]          drop-, duplicate-, reorder-, corrupt-message
+    kill:PHASE[:COUNT]
+    unchecked[:CHECK]
+
+COUNT is the number of rooms (or messages) that are struck; without it all are. ``kill`` strikes the COUNT-th room that
+enters the phase, without COUNT the first. ``@PATH`` reads faults from a file, one a line, again for every room, so that
+one pair of processes can be put through all of them; counts start anew when the file changes.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterable, Sequence
+import os
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 from server.cache.live import LIVE_RULES
+from server.transfer.checks import Check
+from server.transfer.protocol import FromDecode, FromPrefill
 
 log = logging.getLogger(__name__)
 
 
 class FaultError(ValueError):
-    """A fault that does not exist or is not written right."""
+    """A fault that does not exist, is not written right, or happens on the other node."""
 
 
 class FaultKind(enum.StrEnum):
-    """What is done to a component, or left out."""
+    """What goes wrong. The first five change a component's rows, at one :class:`Place`."""
 
     DROP = "drop"
-    """The prefill node does not send it, and claims that it did."""
+    """They are claimed and do not arrive. In the pool: they are taken from memory that nobody owns."""
     ZERO = "zero"
-    """The prefill node sends zeros, after it has taken the digest."""
+    """They arrive as zeros. In the pool: they are taken from item 0."""
     STALE = "stale"
-    """The prefill node sends the rows of the room before, after it has taken the digest."""
+    """They are those of the room before. In the pool: they are taken from its slot or pages."""
     SHIFT = "shift"
-    """The prefill node sends every row one place too late, after it has taken the digest."""
+    """Every row is one row off. In the pool: they are taken from the next slot or pages."""
+    SWAP = "swap"
+    """Two rooms under way exchange theirs. In the pool: they are taken from another room's slot or pages."""
+
+    FORGET = "forget"
+    """The prefill node neither sends nor claims the component: it does not know that there is such a thing."""
+    MISCOUNT = "miscount"
+    """The prefill node claims one row's bytes too few."""
+
+    DELAY_WRITES = "delay-writes"
+    """A room's writes begin SECONDS later."""
+    FAIL_WRITES = "fail-writes"
+    """Writes (of COMPONENT) are reported refused, and not written."""
+    LATE_WRITES = "late-writes"
+    """A room's writes are reported as of unknown fate, and are written SECONDS later."""
+
+    DROP_MESSAGE = "drop-message"
+    DUPLICATE_MESSAGE = "duplicate-message"
+    REORDER_MESSAGE = "reorder-message"
+    """The message goes behind the next one, or one second later."""
+    CORRUPT_MESSAGE = "corrupt-message"
+    """One byte of the frame is inverted."""
+
+    KILL = "kill"
+    """The process kills itself (SIGKILL) when a room enters PHASE."""
     UNCHECKED = "unchecked"
-    """The decode node commits without looking: no coverage, no digests. For measuring what the checks are worth."""
+    """One check, or every check, is not made. For measuring what it is worth."""
 
 
-DAMAGES = frozenset({FaultKind.ZERO, FaultKind.STALE, FaultKind.SHIFT})
-"""Kinds that change what the prefill node holds before it sends."""
+class Place(enum.StrEnum):
+    """Where rows are changed, between the prefill node's pool and the decode node's."""
+
+    PLAN = "plan"
+    """On the prefill node, between the digest and the sending."""
+    WIRE = "wire"
+    """In the transport: the prefill node's memory is right, other bytes are written."""
+    MEMORY = "memory"
+    """In the decode node's memory, after ``Done`` and before the checks."""
+    POOL = "pool"
+    """In the prefill node's pool: a wrong slot or page is used, for the digest and the sending alike."""
 
 
+STATE = frozenset({FaultKind.DROP, FaultKind.ZERO, FaultKind.STALE, FaultKind.SHIFT, FaultKind.SWAP})
+CLAIMS = frozenset({FaultKind.FORGET, FaultKind.MISCOUNT})
+WRITES = frozenset({FaultKind.DELAY_WRITES, FaultKind.FAIL_WRITES, FaultKind.LATE_WRITES})
+MESSAGES = frozenset(
+    {FaultKind.DROP_MESSAGE, FaultKind.DUPLICATE_MESSAGE, FaultKind.REORDER_MESSAGE, FaultKind.CORRUPT_MESSAGE}
+)
+TIMED = frozenset({FaultKind.DELAY_WRITES, FaultKind.LATE_WRITES})
+
+PREFILL, DECODE = "prefill", "decode"
+PHASES = {
+    PREFILL: ("queued", "prefill", "transfer", "commit", "committed"),
+    DECODE: ("waiting", "reserve", "queued", "prefill", "transfer", "verify", "committed", "decode"),
+}
+"""Phases in which a node can be killed."""
+MESSAGE_TYPES = {
+    PREFILL: tuple(message.__name__ for message in get_args(FromPrefill)),
+    DECODE: tuple(message.__name__ for message in get_args(FromDecode)),
+}
+"""What each node sends."""
+
+
+@dataclass
 class Fault:
-    """One fault; ``left`` is the number of rooms it will still strike, None for all."""
+    """One fault. ``target`` is a component, message type, phase or check, by its kind.
 
-    def __init__(self, kind: FaultKind, component: str = "", count: int | None = None) -> None:
-        self.kind, self.component, self.left = kind, component, count
+    ``left`` counts the rooms or messages it will still strike, None for all.
+    """
+
+    kind: FaultKind
+    target: str = ""
+    place: Place | None = None
+    seconds: float = 0.0
+    left: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.component}" if self.component else str(self.kind)
+        where = f"@{self.place}" if self.place not in (None, Place.PLAN) else ""
+        argument = f"{self.seconds:g}" if self.kind in TIMED else f"{self.target}{where}"
+        return f"{self.kind}:{argument}" if argument else str(self.kind)
+
+    @property
+    def component(self) -> str:
+        return self.target
 
     def strike(self) -> bool:
-        """Whether it strikes this room."""
+        """Whether it strikes this room or message."""
         if self.left is None:
             return True
         self.left -= 1
         return self.left >= 0
 
 
-class FaultSet:
-    """The faults of one process. Empty in production."""
+@dataclass
+class _FaultFile:
+    """A file of faults, read again when it has changed."""
 
-    def __init__(self, faults: Iterable[Fault] = (), files: Iterable[Path] = ()) -> None:
+    path: Path
+    _stamp: tuple[int, int, int] | None = None
+    _faults: list[Fault] = field(default_factory=list)
+
+    def faults(self, role: str | None) -> list[Fault]:
+        try:
+            found = self.path.stat()
+        except OSError:
+            self._stamp, self._faults = None, []
+            return self._faults
+        stamp = (found.st_mtime_ns, found.st_ino, found.st_size)
+        if stamp != self._stamp:
+            self._stamp = stamp
+            self._faults = [fault for line in self.path.read_text().split() if (fault := _read(line, role)) is not None]
+        return self._faults
+
+
+class FaultSet:
+    """The faults of one process, whose ``role`` is ``prefill`` or ``decode``. Empty in production."""
+
+    def __init__(self, faults: Iterable[Fault] = (), files: Iterable[Path] = (), role: str | None = None) -> None:
         self.faults = list(faults)
-        self._files = tuple(files)
-        for fault in [*self.faults, *self._files]:
+        self._files = [_FaultFile(path) for path in files]
+        self._role = role
+        for fault in [*self.faults, *(file.path for file in self._files)]:
             log.warning("FAULT INJECTION is on: %s", fault)
 
     @staticmethod
-    def parse(specs: Sequence[str]) -> FaultSet:
-        """From the command line. Raises :class:`FaultError` for an unknown kind or component."""
+    def parse(specs: Sequence[str], role: str | None = None) -> FaultSet:
+        """From the command line. Raises :class:`FaultError` for one that does not exist, or not on this node."""
         files = [Path(spec[1:]) for spec in specs if spec.startswith("@")]
-        return FaultSet([_parse(spec) for spec in specs if not spec.startswith("@")], files)
+        return FaultSet([parse_fault(spec, role) for spec in specs if not spec.startswith("@")], files, role)
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.faults or self._files)
 
     def strike(self, room: str) -> tuple[Fault, ...]:
-        """The faults that strike ``room`` (named for the log)."""
-        from_files = [_parse(line) for path in self._files if path.is_file() for line in path.read_text().split()]
-        struck = tuple(fault for fault in [*self.faults, *from_files] if fault.strike())
+        """The faults that strike ``room`` (named for the log): all but those of messages and phases."""
+        return self._strike(room, lambda fault: fault.kind not in MESSAGES and fault.kind is not FaultKind.KILL)
+
+    def strike_message(self, message_type: str) -> tuple[Fault, ...]:
+        """The faults that strike one outgoing message."""
+        return self._strike(message_type, lambda fault: fault.kind in MESSAGES and fault.target == message_type)
+
+    def entered(self, phase: str) -> None:
+        """A room has entered ``phase``. Does not return if that kills this process."""
+        for fault in self._current():
+            if fault.kind is not FaultKind.KILL or fault.target != phase:
+                continue
+            fault.left = (1 if fault.left is None else fault.left) - 1
+            if fault.left == 0:
+                log.warning("FAULT INJECTION: a room enters %s, this process kills itself", phase)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _strike(self, what: str, concerns: Callable[[Fault], bool]) -> tuple[Fault, ...]:
+        struck = tuple(fault for fault in self._current() if concerns(fault) and fault.strike())
         for fault in struck:
-            log.warning("FAULT INJECTION strikes %s: %s", room, fault)
+            log.warning("FAULT INJECTION strikes %s: %s", what, fault)
         return struck
 
+    def _current(self) -> list[Fault]:
+        return [*self.faults, *(fault for file in self._files for fault in file.faults(self._role))]
 
-def _parse(spec: str) -> Fault:
-    kind, _, rest = spec.partition(":")
-    component, _, count = rest.partition(":")
-    if kind not in list(FaultKind):
-        raise FaultError(f"fault {spec!r}: no kind {kind!r}; there are {', '.join(FaultKind)}")
-    if kind == FaultKind.UNCHECKED:
-        if rest:
-            raise FaultError(f"fault {spec!r}: {FaultKind.UNCHECKED} takes no component")
-        return Fault(FaultKind.UNCHECKED)
-    if component not in LIVE_RULES:
-        raise FaultError(f"fault {spec!r}: no component {component!r}; there are {', '.join(LIVE_RULES)}")
-    if count and not count.isdecimal():
-        raise FaultError(f"fault {spec!r}: {count!r} is no number of rooms")
-    return Fault(FaultKind(kind), component, int(count) if count else None)
+
+def skipped_checks(struck: Iterable[Fault]) -> frozenset[Check]:
+    """The checks that ``struck`` switch off."""
+    targets = [fault.target for fault in struck if fault.kind is FaultKind.UNCHECKED]
+    return frozenset(Check) if "" in targets else frozenset(Check(target) for target in targets)
+
+
+def _read(line: str, role: str | None) -> Fault | None:
+    """One line of a file that is read while the node runs: a wrong one is told and left out."""
+    try:
+        return parse_fault(line, role)
+    except FaultError:
+        log.exception("FAULT INJECTION: a line is no fault")
+        return None
+
+
+def parse_fault(spec: str, role: str | None = None) -> Fault:
+    """One fault. Raises :class:`FaultError`; with ``role`` also for one that the other node must be given."""
+    kind_name, *arguments = spec.split(":")
+    if kind_name not in list(FaultKind):
+        raise FaultError(f"fault {spec!r}: no kind {kind_name!r}; there are {', '.join(FaultKind)}")
+    kind = FaultKind(kind_name)
+    optional = kind in (FaultKind.UNCHECKED, FaultKind.FAIL_WRITES)
+    has_target = bool(arguments) and not (optional and arguments[0].isdecimal())
+    target = arguments.pop(0) if has_target else ""
+    if not target and not optional:
+        raise FaultError(f"fault {spec!r}: say what it strikes, {kind}:{_WHAT.get(kind, 'COMPONENT')}")
+    count = arguments.pop(0) if arguments else ""
+    if arguments or (count and not count.isdecimal()):
+        raise FaultError(f"fault {spec!r}: {':'.join([count, *arguments])!r} is no count")
+    fault = _with_target(spec, kind, target)
+    fault.left = int(count) if count else None
+    _check_role(spec, fault, role)
+    return fault
+
+
+_WHAT = {
+    **dict.fromkeys(TIMED, "SECONDS"),
+    **dict.fromkeys(MESSAGES, "TYPE"),
+    FaultKind.KILL: "PHASE",
+    FaultKind.UNCHECKED: "CHECK",
+}
+
+
+def _with_target(spec: str, kind: FaultKind, target: str) -> Fault:
+    if kind in TIMED:
+        try:
+            return Fault(kind, seconds=float(target))
+        except ValueError as error:
+            raise FaultError(f"fault {spec!r}: {target!r} is no number of seconds") from error
+    if kind in MESSAGES:
+        return Fault(kind, _one_of(spec, target, [name for names in MESSAGE_TYPES.values() for name in names]))
+    if kind is FaultKind.KILL:
+        return Fault(kind, _one_of(spec, target, [name for names in PHASES.values() for name in names]))
+    if kind is FaultKind.UNCHECKED:
+        return Fault(kind, _one_of(spec, target, list(Check)) if target else "")
+    component, at, place = target.partition("@")
+    if at and kind not in STATE:
+        raise FaultError(f"fault {spec!r}: {kind} has no place")
+    name = _one_of(spec, component, list(LIVE_RULES)) if component else ""
+    if kind not in STATE:
+        return Fault(kind, name)
+    return Fault(kind, name, Place(_one_of(spec, place, list(Place))) if at else Place.PLAN)
+
+
+def _one_of(spec: str, name: str, names: Sequence[str]) -> str:
+    if name not in names:
+        raise FaultError(f"fault {spec!r}: there is no {name!r}, only {', '.join(dict.fromkeys(names))}")
+    return name
+
+
+def _check_role(spec: str, fault: Fault, role: str | None) -> None:
+    """Whether the fault can happen on the node it was given to."""
+    if role is None or fault.kind is FaultKind.UNCHECKED:
+        return
+    if fault.kind in MESSAGES:
+        possible = fault.target in MESSAGE_TYPES[role]
+    elif fault.kind is FaultKind.KILL:
+        possible = fault.target in PHASES[role]
+    else:
+        possible = role == (DECODE if fault.place is Place.MEMORY else PREFILL)
+    if not possible:
+        other = DECODE if role == PREFILL else PREFILL
+        raise FaultError(f"fault {spec!r} happens on the {other} node: give it to launch_{other}")

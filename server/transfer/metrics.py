@@ -8,6 +8,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from server.cache.allocator import Allocator, ItemState
+from server.transfer.rooms import Failure
 
 _PHASE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -40,6 +41,13 @@ class NodeMetrics:
             "pd_fences", "Transport sessions closed to make quarantined memory safe.", registry=registry
         )
 
+        self._checks = Counter(
+            "pd_check_failures",
+            "Rooms that this node refused, by check and state component.",
+            ["check", "component"],
+            registry=registry,
+        )
+
     def watch(
         self, allocator: Allocator, *, queued: Callable[[], int], running: Callable[[], int], peers: Callable[[], int]
     ) -> None:
@@ -64,6 +72,11 @@ class NodeMetrics:
 
     def dropped(self, reason: str) -> None:
         self._dropped.labels(reason).inc()
+
+    def check_failed(self, failure: Failure) -> None:
+        """Counts a failure that a check found; any other is left out."""
+        if failure.check:
+            self._checks.labels(failure.check, failure.component).inc()
 
     def fenced(self) -> None:
         self._fences.inc()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from server.cache.owners import Owner
 from server.transfer.protocol import AnyMessage
 
 
@@ -20,8 +21,13 @@ class RoomKey:
     epoch: int
     decode: str
 
+    @property
+    def owner(self) -> Owner:
+        """What its slots and pages are stamped with."""
+        return Owner(self.room, self.epoch)
+
     def __str__(self) -> str:
-        return f"room {self.room} epoch {self.epoch}"
+        return str(self.owner)
 
 
 @dataclass(frozen=True)
@@ -55,12 +61,15 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a room ends without a commit: stable ``code``, one sentence, HTTP ``status``, ``component`` or empty."""
+    """Why a room ends without a commit: stable ``code``, one sentence, HTTP ``status``, ``component`` or empty, and the
+    ``check`` that said so or empty.
+    """
 
     code: str
     reason: str
     status: int
     component: str = ""
+    check: str = ""
 
 
 class Resend:

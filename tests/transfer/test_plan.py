@@ -12,7 +12,7 @@ from server.cache.arena import Arena
 from server.cache.layout import ArenaLayout, Placement
 from server.cache.live import live_positions
 from server.cache.specs import LayoutError, Scope
-from server.transfer.plan import CopyPlan, Push, Rows, Side, check_coverage
+from server.transfer.plan import CopyPlan, Push, Rows, Side, check_coverage, check_nbytes
 from server.transfer.protocol import Sent
 from tests.transfer.support import PAGE_SIZE, WINDOW, make_geometry, random_arena
 
@@ -140,7 +140,7 @@ def test_pages_that_are_not_full_are_refused() -> None:
 
 
 def coverage_of(n: int, **changes: tuple[int, int, int] | None) -> str | None:
-    """The component that ``check_coverage`` names, with some claims changed (None: left out)."""
+    """The component that coverage or byte counts name, with some claims changed (None: left out)."""
     live, nbytes = live_positions(n, WINDOW, SOURCE.names), SOURCE.live_nbytes(n)
     claims = {name: (rows.start, rows.stop, nbytes[name]) for name, rows in live.items()}
     for name, change in changes.items():
@@ -149,7 +149,7 @@ def coverage_of(n: int, **changes: tuple[int, int, int] | None) -> str | None:
         else:
             claims[name] = change
     sent = [Sent(name, start, stop, size, 0) for name, (start, stop, size) in claims.items()]
-    error = check_coverage(sent, SOURCE, n, SOURCE.names)
+    error = check_coverage(sent, SOURCE, n, SOURCE.names) or check_nbytes(sent, SOURCE, n)
     return error.component if error else None
 
 

@@ -1,0 +1,73 @@
+"""Owner stamps: which room every slot and page belongs to, kept apart from the allocator's own book.
+
+The allocator says what it granted; a stamp says what a piece of memory is being used for. Whoever reads or sends a
+component's rows compares the stamps of the items they lie in, so that a slot or page of another request is noticed
+before its bytes count as anybody's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from server.cache.layout import ArenaLayout, Placement
+from server.cache.live import live_positions
+from server.cache.specs import LayoutError, Scope
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One reservation attempt of one request."""
+
+    room: int
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"room {self.room} epoch {self.epoch}"
+
+
+class WrongOwner(LayoutError):
+    """Rows of ``component`` lie in memory of another room, or of none."""
+
+
+class OwnerStamps:
+    """The stamps of one arena. Written by the thread that grants memory, read by every thread that uses it."""
+
+    def __init__(self, layout: ArenaLayout) -> None:
+        self._layout = layout
+        self._stamps: dict[tuple[Scope, int], Owner] = {}
+
+    def stamp(self, placement: Placement, owner: Owner) -> None:
+        """Marks a grant. Memory that somebody still owns keeps its stamp: :meth:`check` then fails the newcomer."""
+        for item in _items(placement):
+            self._stamps.setdefault(item, owner)
+
+    def clear(self, placement: Placement, owner: Owner) -> None:
+        """Takes ``owner``'s stamps off at its release; those of others stay."""
+        for item in _items(placement):
+            if self._stamps.get(item) == owner:
+                del self._stamps[item]
+
+    def owner_of(self, scope: Scope, item: int) -> Owner | None:
+        return self._stamps.get((scope, item))
+
+    def check(self, n: int, placement: Placement, names: Iterable[str], owner: Owner) -> None:
+        """That every slot and page which holds a live row of ``names`` after ``n`` tokens is ``owner``'s.
+
+        Raises :class:`WrongOwner` that names the first component of which one is not, and both owners.
+        """
+        for name, rows in live_positions(n, self._layout.window, names).items():
+            component = self._layout.component(name)
+            items = placement.items(component)
+            if component.scope is Scope.PAGE:
+                items = items[: -(-rows.stop // component.rows)]
+            for item in items if len(rows) else ():
+                found = self.owner_of(component.scope, item)
+                if found != owner:
+                    raise WrongOwner(
+                        f"{name}: {component.scope} {item} belongs to {found or 'nobody'}, expected {owner}", name
+                    )
+
+
+def _items(placement: Placement) -> list[tuple[Scope, int]]:
+    return [(Scope.SLOT, placement.slot), *((Scope.PAGE, page) for page in placement.pages)]
