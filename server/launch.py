@@ -31,15 +31,17 @@ from server.model.loader import load_model, model_fingerprint
 from server.model.state import state_components
 from server.node.parts import NodeParts
 from server.options import NodeOptions
+from server.transfer.deadlines import DeadlineError, parse_deadlines
 from server.transfer.engines.base import TransferEngine, TransferError, TransportMisconfigured
 from server.transfer.engines.mooncake import MooncakeEngine
 from server.transfer.faults import FaultError, FaultSet
 from server.transfer.manifest import ModelIdentity
 from server.transfer.metrics import NodeMetrics
+from server.transfer.rooms import Deadlines
 
 log = logging.getLogger(__name__)
 
-STARTUP_ERRORS = (CheckpointError, LayoutError, TransferError, FaultError, RequestFailed, OSError)
+STARTUP_ERRORS = (CheckpointError, LayoutError, TransferError, FaultError, DeadlineError, RequestFailed, OSError)
 """What a wrong option, checkpoint or port raises: told in one sentence, without a traceback."""
 
 _WILDCARDS = ("0.0.0.0", "::", "")
@@ -69,6 +71,7 @@ class Groundwork:
     tokenizer: Tokenizer
     inbox: EngineInbox
     parts: NodeParts
+    deadlines: Deadlines
     max_context: int
     spec_tokens: int
 
@@ -78,6 +81,8 @@ class Groundwork:
             "model_name": self.options.served_model_name,
             "max_context": self.max_context,
             "spec_tokens": self.spec_tokens,
+            "max_queue": self.options.limits.max_queue,
+            "deadlines": self.deadlines,
             "facts": self._model_facts(),
         }
 
@@ -98,7 +103,7 @@ def lay_groundwork(role: str, options: NodeOptions, *, draft: bool = False, spec
 
     Raises one of :data:`STARTUP_ERRORS`.
     """
-    faults = FaultSet.parse(options.faults, role)
+    faults, deadlines = FaultSet.parse(options.faults, role), parse_deadlines(options.limits.deadlines)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CheckpointError("--device cuda: torch sees no CUDA device")
     dtype = TORCH_DTYPES[options.dtype]
@@ -136,7 +141,8 @@ def lay_groundwork(role: str, options: NodeOptions, *, draft: bool = False, spec
         metrics=NodeMetrics(CollectorRegistry()),
         faults=faults,
     )
-    return Groundwork(options, ModelRunner(model, arena), tokenizer, inbox, parts, max_context, spec_tokens)
+    runner = ModelRunner(model, arena)
+    return Groundwork(options, runner, tokenizer, inbox, parts, deadlines, max_context, spec_tokens)
 
 
 def _transport_factory(options: NodeOptions) -> Callable[[], TransferEngine]:

@@ -21,6 +21,15 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 @dataclass(frozen=True)
+class Limits:
+    """How much a node takes on and how long it waits; ``deadlines`` as ``PHASE=SECONDS``, not checked yet."""
+
+    max_queue: int
+    deadlines: tuple[str, ...]
+    drain_timeout_s: float
+
+
+@dataclass(frozen=True)
 class NodeOptions:
     """Parsed options that both nodes have. Sizes are counts; tokens, pages and slots as named."""
 
@@ -40,6 +49,7 @@ class NodeOptions:
     port: int
     transport: str
     transfer_host: str
+    limits: Limits
     faults: tuple[str, ...]
     log_level: str
 
@@ -64,6 +74,7 @@ class NodeOptions:
             port=args.port,
             transport=args.transport,
             transfer_host=args.transfer_host or args.host,
+            limits=Limits(args.max_queue, tuple(args.deadline), args.drain_timeout),
             faults=tuple(args.fault),
             log_level=args.log_level,
         )
@@ -114,6 +125,8 @@ def node_parser(prog: str, description: str, *, port: int) -> argparse.ArgumentP
         help="address at which the peers reach this node's Mooncake endpoint (default: --host)",
     )
 
+    _add_limits(parser)
+
     testing = parser.add_argument_group("testing and logs")
     testing.add_argument("--permute-ids", type=int, metavar="SEED", help="hand out pages and slots in a shuffled order")
     testing.add_argument(
@@ -121,6 +134,38 @@ def node_parser(prog: str, description: str, *, port: int) -> argparse.ArgumentP
     )
     testing.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="verbosity")
     return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--max-queue",
+        type=_positive,
+        default=1024,
+        metavar="N",
+        help="requests that may wait for a slot and pages; more are refused with 503",
+    )
+    limits.add_argument(
+        "--deadline",
+        action="append",
+        default=[],
+        metavar="PHASE=SECONDS",
+        help="how long a phase may stay silent, e.g. prefill=30 (repeatable; phases and defaults: docs/protocol.md)",
+    )
+    limits.add_argument(
+        "--drain-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="after SIGTERM or SIGINT: time for what is under way; a second signal ends at once",
+    )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return value
 
 
 def _positive(text: str) -> int:

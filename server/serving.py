@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
 import uvicorn
@@ -21,10 +24,11 @@ from server.launch import Groundwork
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 3.0
-"""How long running requests may go on after the process was told to end. Then the node fails them with their reason,
-before uvicorn cuts their connections.
-"""
+_LOOK_S = 0.05
+_DEAD_S = 1.0
+"""How long a node that has died still says so in ``/health`` before the process ends."""
+_SHUTDOWN_S = 5
+"""How long answers that are over may take to reach their clients."""
 
 
 class Node(Backend, Protocol):
@@ -32,15 +36,31 @@ class Node(Backend, Protocol):
 
     async def start(self) -> None: ...
 
-    async def stop(self) -> None: ...
+    def drain(self) -> None:
+        """Takes nothing new, and refuses by name what has not begun; what is under way goes on."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way."""
+        ...
+
+    async def stop(self) -> None:
+        """Fails what is left, by name, and closes every connection."""
+        ...
+
+    def vital(self, thread: threading.Thread) -> None:
+        """The node cannot live without ``thread``."""
+        ...
 
     def on_engine_event(self, event: Event) -> None: ...
 
 
 async def serve(node: Node, ground: Groundwork, *, spec_tokens: int = 0, cold_draft: bool = False) -> int:
-    """Runs a node until SIGINT or SIGTERM; the process's exit code: 0, or 1 if the engine thread died.
+    """Runs a node until SIGINT or SIGTERM; the process's exit code: 0, or 1 if a vital part of it died.
 
-    The engine drafts ``spec_tokens`` a step.
+    The first signal lets what is under way come to its end, for up to ``drain_timeout_s``; a second one ends it at
+    once. The engine drafts ``spec_tokens`` a step.
     """
     options = ground.options
     engine = Engine(
@@ -59,25 +79,38 @@ async def serve(node: Node, ground: Groundwork, *, spec_tokens: int = 0, cold_dr
         create_app(node, ground.parts.metrics.registry, version=__version__),
         log_level=options.log_level,
         access_log=options.log_level == "debug",
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=_SHUTDOWN_S,
     )
-    server = _Server(config)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, server.stop)
+    server, signals = _Server(config), _Signals()
     async with _running(node, engine):
         log.info("%s node serves http://%s:%d", node.role, host, port)
-        watcher = asyncio.create_task(_stop_when_dead(node, server))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.should_exit and not serving.done():  # noqa: ASYNC110  (uvicorn has no event for this)
-            await asyncio.sleep(0.1)
-        await asyncio.wait({serving}, timeout=DRAIN_S)
+        serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+        await _until(lambda: signals.n_seen > 0 or serving.done() or not node.alive()[0])
+        if signals.n_seen:
+            await _drain(node, signals, options.limits.drain_timeout_s)
+    is_alive, reason = node.alive()
+    if not is_alive:
+        log.error("stopping: %s", reason)
+        await asyncio.wait({serving}, timeout=_DEAD_S)
+    server.should_exit, server.force_exit = True, signals.n_seen > 1
     await serving
-    watcher.cancel()
-    return 0 if node.alive()[0] else 1
+    return 0 if is_alive else 1
+
+
+class _Signals:
+    """Counts SIGINT and SIGTERM, in place of their usual effect."""
+
+    def __init__(self) -> None:
+        self.n_seen = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._count)
+
+    def _count(self) -> None:
+        self.n_seen += 1
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to :func:`serve`: uvicorn would raise them once more after a clean end, and the exit code be
+    """Leaves signals to :class:`_Signals`: uvicorn would raise them once more after a clean end, and the exit code be
     -15.
     """
 
@@ -85,28 +118,29 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    def stop(self) -> None:
-        """Ends gracefully; the second time at once."""
-        self.force_exit = self.should_exit
-        self.should_exit = True
-
 
 @contextlib.asynccontextmanager
 async def _running(node: Node, engine: Engine) -> AsyncIterator[None]:
     engine.start()
     try:
         await node.start()
+        node.vital(engine)
         yield
     finally:
         await node.stop()
         await asyncio.to_thread(engine.stop)
 
 
-async def _stop_when_dead(node: Node, server: uvicorn.Server) -> None:
-    while node.alive()[0]:  # noqa: ASYNC110  (a node has no event for this, and a look costs nothing)
-        await asyncio.sleep(0.2)
-    log.error("stopping: %s", node.alive()[1])
-    server.should_exit = True
+async def _drain(node: Node, signals: _Signals, timeout_s: float) -> None:
+    log.info("ending: up to %g s for what is under way; a second signal ends at once", timeout_s)
+    node.drain()
+    await _until(lambda: not node.busy or signals.n_seen > 1 or not node.alive()[0], timeout_s)
+
+
+async def _until(condition: Callable[[], bool], timeout_s: float = math.inf) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end:  # noqa: ASYNC110  (none of this has an event, and a look is cheap)
+        await asyncio.sleep(_LOOK_S)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -161,7 +161,8 @@ def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt
 
 def _route_headers(routes: Sequence[RouteInfo]) -> dict[str, str]:
     """``x-pd-prefill``: who computed the prompts (each once); ``x-pd-room``: one room for every generation, if any;
-    ``x-pd-draft-state``: with speculation, where the draft's window came from.
+    ``x-pd-draft-state``: with speculation, where the draft's window came from. ``x-pd-retries``: how often a prompt was
+    computed by another prefill node because one had failed, if ever.
     """
     headers = {"x-pd-prefill": ",".join(dict.fromkeys(route.prefill for route in routes))}
     rooms = [str(route.room) for route in routes if route.room is not None]
@@ -169,6 +170,8 @@ def _route_headers(routes: Sequence[RouteInfo]) -> dict[str, str]:
         headers["x-pd-room"] = ",".join(rooms)
     if states := dict.fromkeys(route.draft_state for route in routes if route.draft_state is not None):
         headers["x-pd-draft-state"] = ",".join(states)
+    if n_retries := sum(route.n_retries for route in routes):
+        headers["x-pd-retries"] = str(n_retries)
     return headers
 
 

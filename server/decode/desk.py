@@ -7,17 +7,21 @@ memory is released.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import secrets
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
+from http import HTTPStatus
 
 from server.cache.allocator import ItemState
 from server.decode.admission import check_request, tokens_held, wire_request, with_seed
 from server.decode.draft_metrics import DraftMetrics
 from server.decode.generation import NodeGeneration
+from server.decode.quarantine import Quarantine
 from server.decode.receiver import Receiver, Work, request_failed
 from server.decode.settings import DecodeSettings
 from server.engine.events import Cancel, Event, Failed, Finished, Generate, Output, Resume, Scrub, Scrubbed
@@ -39,7 +43,9 @@ class RequestDesk:
     def __init__(self, settings: DecodeSettings, parts: NodeParts, incarnation: str) -> None:
         self.works: dict[RoomKey, Work] = {}
         self.queue: deque[Work] = deque()
-        self.rooms: set[int] = set()
+        self.rooms: dict[int, Work] = {}
+        """By room id, the latest attempt at it."""
+        self.quarantine = Quarantine()
         self.receiver: Receiver | None = None
         self._settings = settings
         self._parts = parts
@@ -61,15 +67,26 @@ class RequestDesk:
             queued=lambda: len(self.queue),
             running=lambda: len(self.works) - len(self.queue),
             peers=lambda: sum(link.registered for link in self.receiver.links) if self.receiver else 0,
+            quarantine_s=lambda: self.quarantine.oldest_s(time.monotonic()),
         )
         if self._settings.prefill is not None:
             self.receiver = Receiver(self, self._settings, self._parts, self._incarnation, self._settings.prefill)
             self.receiver.start()
 
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What the requests cannot live without."""
+        return self.receiver.tasks if self.receiver is not None else []
+
     async def close(self) -> None:
         """Closes every connection and transport session; the requests should have been given up before."""
         if self.receiver is not None:
             await self.receiver.close()
+
+    def drain(self, failure: Failure) -> None:
+        """Refuses every request that is still to come or has no room yet; the others go on."""
+        self._refusing = failure
+        self._fail_waiting((work, failure) for work in self.queue)
 
     def refuse_all(self, failure: Failure) -> None:
         """Gives up every request, and every request that is still to come."""
@@ -105,14 +122,22 @@ class RequestDesk:
             raise RequestFailed("bad_room", f"room {room} is not in 0 .. {MAX_ROOM}", status=400)
         if room in self.rooms:
             raise RequestFailed("duplicate_room", f"room {room} is in use by another request", status=409)
-        key = RoomKey(room, next(self._epochs), self._incarnation)
-        work = Work(key, with_seed(request), NodeGeneration(lambda: self._abort(key)), time.monotonic())
-        self.works[key] = work
-        self.rooms.add(room)
+        if len(self.queue) >= self._settings.max_queue:
+            reason = f"{len(self.queue)} requests wait for a slot and pages already"
+            raise RequestFailed("overloaded", reason, status=503)
+        generation = NodeGeneration(lambda: self._abort(room))
+        work = Work(self._new_key(room), with_seed(request), generation, time.monotonic())
+        self._enter(work)
         self.queue.append(work)
         self._parts.faults.entered("waiting")
         self._admit()
-        return work.generation
+        return generation
+
+    def _new_key(self, room: int) -> RoomKey:
+        return RoomKey(room, next(self._epochs), self._incarnation)
+
+    def _enter(self, work: Work) -> None:
+        self.works[work.key] = self.rooms[work.key.room] = work
 
     def check_serving(self) -> None:
         """Raises :class:`RequestFailed` (503) with the reason if no request can be served now."""
@@ -125,7 +150,7 @@ class RequestDesk:
         """Gives the head of the queue a slot and pages, again and again while there are any."""
         while self.queue and self._refusing is None:
             work = self.queue[0]
-            link = self.receiver.pick() if self.receiver is not None else None
+            link = self.receiver.pick(work.avoids) if self.receiver is not None else None
             if self.receiver is not None and link is None:
                 return
             placement = self._allocator.reserve(work.key, tokens_held(work.request, self._settings.spec_tokens))
@@ -151,11 +176,11 @@ class RequestDesk:
 
     def _forget(self, work: Work) -> None:
         self.works.pop(work.key, None)
-        self.rooms.discard(work.key.room)
+        if self.rooms.get(work.key.room) is work:
+            del self.rooms[work.key.room]
 
-    def _abort(self, key: RoomKey) -> None:
-        work = self.works.get(key)
-        if work is not None:
+    def _abort(self, room: int) -> None:
+        if (work := self.rooms.get(room)) is not None:
             self._drop(work, Failure("aborted", "the client aborted the request", 499))
 
     def _drop(self, work: Work, failure: Failure) -> None:
@@ -184,14 +209,54 @@ class RequestDesk:
             raise RuntimeError(f"{work.key} was committed without memory or peer")
         self._allocator.commit(work.key)
         nbytes = {sent.component: sent.nbytes for sent in done.sent}
-        work.generation.set_route(RouteInfo(work.link.address, work.key.room, nbytes, self._settings.draft_state))
+        draft_state = self._settings.draft_state
+        work.generation.set_route(RouteInfo(work.link.address, work.key.room, nbytes, draft_state, work.n_retries))
         owner = None if Check.STAMP in work.skipped else work.key.owner
         self._submit_command(Resume(work.key, work.request, work.placement, first, owner))
 
     def room_failed(self, work: Work, failure: Failure) -> None:
         log.warning("%s (%s) failed: %s: %s", work.key, work.request.request_id, failure.code, failure.reason)
         self._allocator.quarantine(work.key)
-        self._end_generation(work, failure)
+        self.quarantine.enter(work.key, failure, work.link.address if work.link else "", time.monotonic())
+        if self._may_retry(work, failure):
+            self._retry(work, failure)
+        else:
+            self._end_generation(work, failure)
+
+    def _may_retry(self, work: Work, failure: Failure) -> bool:
+        """Whether another prefill node is asked: the fault is not the request's, and somebody still waits for it."""
+        return (
+            work.retries_left > 0
+            and failure.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            and not work.generation.ended
+            and self._refusing is None
+            and self.receiver is not None
+            and work.link is not None
+            and self.receiver.pick((work.link,)) is not None
+        )
+
+    def _retry(self, work: Work, failure: Failure) -> None:
+        """Puts the request at the head of the queue once more: new epoch, new slot and pages, another prefill node.
+
+        What it held stays in quarantine, under its old epoch.
+        """
+        again = replace(
+            work,
+            key=self._new_key(work.key.room),
+            enqueued=time.monotonic(),
+            retries_left=work.retries_left - 1,
+            n_retries=work.n_retries + 1,
+            failed_before=failure,
+            placement=None,
+            link=None,
+            room=None,
+            avoids=tuple(link for link in (*work.avoids, work.link) if link is not None),
+        )
+        self._metrics.retried(failure.code)
+        log.info("%s is tried again as epoch %d", work.key, again.key.epoch)
+        self._enter(again)
+        self.queue.appendleft(again)
+        self._admit()
 
     def room_free(self, work: Work) -> None:
         if work.placement is not None:
@@ -202,9 +267,18 @@ class RequestDesk:
         self._admit()
 
     def _fail_waiting_without_peer(self) -> None:
-        if self.receiver is not None and not self.receiver.has_peer():
-            failure = Failure("no_prefill", self.receiver.why_no_peer(), 503)
+        """Fails what waits for a prefill node when there is none, and what was to be retried when there is no other."""
+        receiver = self.receiver
+        if receiver is None:
+            return
+        if not receiver.has_peer():
+            failure = Failure("no_prefill", receiver.why_no_peer(), 503)
             self._fail_waiting((work, failure) for work in self.queue)
+        self._fail_waiting(
+            (work, work.failed_before)
+            for work in self.queue
+            if work.failed_before is not None and receiver.pick(work.avoids) is None
+        )
 
     # --- engine -------------------------------------------------------------------------------------------------------
 
@@ -248,6 +322,7 @@ class RequestDesk:
             self._parts.arena.owners.clear(work.placement, work.key.owner)
         if self._allocator.state_of(work.key) is not ItemState.FREE:
             self._allocator.release(work.key)
+        self.quarantine.leave(work.key)
         self._forget(work)
         self._admit()
 
@@ -258,7 +333,8 @@ class RequestDesk:
             self.receiver.tick()
             self._fail_waiting_without_peer()
         now, limit_s = time.monotonic(), self._settings.deadlines.admission_s
-        reason = f"no slot and pages became free for {limit_s:g} s"
+        self.quarantine.warn(now)
+        reason = f"phase admission: no slot and pages became free for {limit_s:g} s (the deadline)"
         self._fail_waiting(
             (work, Failure("overloaded", reason, 503))
             for work in self.queue

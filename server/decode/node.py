@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -16,12 +18,14 @@ from server.decode.settings import DecodeSettings
 from server.engine.events import Died, Event
 from server.engine.request import GenerationRequest, RequestFailed
 from server.node.parts import NodeParts, common_info
+from server.node.supervisor import Supervisor
 from server.transfer.manifest import new_incarnation
 from server.transfer.rooms import Failure
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.1
+_SHUTTING_DOWN = Failure("shutting_down", "the decode node is shutting down", 503)
 
 
 class DecodeNode:
@@ -44,20 +48,36 @@ class DecodeNode:
         self._events: deque[Event] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._died: str | None = None
+        self._supervisor = Supervisor()
 
     async def start(self) -> None:
         """Connects to the prefill nodes (without waiting for them)."""
         self._loop = asyncio.get_running_loop()
         self._desk.start()
-        self._ticker = asyncio.create_task(self._tick_for_ever(), name="decode ticker")
+        self._ticker = ticker = asyncio.create_task(self._tick_for_ever(), name="decode ticker")
+        self._supervisor.watch(lambda: [ticker, *self._desk.tasks])
+
+    def vital(self, thread: threading.Thread) -> None:
+        """The node is dead if ``thread`` is."""
+        self._supervisor.watch(lambda: [thread])
+
+    @property
+    def busy(self) -> bool:
+        """Whether a client still waits for an answer."""
+        return any(not work.generation.ended for work in self._desk.works.values())
+
+    def drain(self) -> None:
+        """Takes nothing new and opens no room any more; what is in a room or decoding goes on."""
+        self._desk.drain(_SHUTTING_DOWN)
 
     async def stop(self) -> None:
         """Fails what is left with 503, tells the prefill nodes, and closes every connection and transport session.
 
         May be called more than once.
         """
-        self._desk.refuse_all(Failure("shutting_down", "the decode node is shutting down", 503))
+        is_alive, reason = self.alive()
+        self._supervisor.end()
+        self._desk.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason, 503))
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
@@ -73,7 +93,8 @@ class DecodeNode:
         return self._desk.submit(request, room=room)
 
     def alive(self) -> tuple[bool, str]:
-        return (self._died is None, self._died or "")
+        reason = self._supervisor.look()
+        return not reason, reason
 
     async def ready(self) -> tuple[bool, str]:
         """Whether a request could be served now: with peers, whether a probe write by one of them really arrives."""
@@ -90,6 +111,7 @@ class DecodeNode:
             "spec_tokens": self._settings.spec_tokens,
             "draft_state": self._settings.draft_state,
             "waiting": len(desk.queue),
+            "quarantine": desk.quarantine.describe(time.monotonic()),
             "peers": desk.receiver.describe_peers() if desk.receiver is not None else [],
         }
 
@@ -112,8 +134,9 @@ class DecodeNode:
 
     def _on_engine_event(self, event: Event) -> None:
         if isinstance(event, Died):
-            self._died = f"the engine thread has ended: {event.message}"
-            self._desk.engine_died(Failure("engine_died", self._died, 503))
+            reason = f"the engine thread has ended: {event.message}"
+            self._supervisor.fail(reason)
+            self._desk.engine_died(Failure("engine_died", reason, 503))
         else:
             self._desk.on_engine_event(event)
 

@@ -9,7 +9,9 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Protocol
 
 from server.cache.layout import Placement
@@ -58,11 +60,17 @@ from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, RoomKey, S
 log = logging.getLogger(__name__)
 
 _REMEMBERED_COMMITS = 4096
+_UNWILLING_S = 1.0
+"""A prefill node that refused a room with 503 (it is full, or ends) is taken last for this time."""
 
 
 @dataclass
 class Work:
-    """One request on the decode node, from its admission until its memory is free again."""
+    """One attempt at a request on the decode node, from its admission until its memory is free again.
+
+    A second attempt has the same ``generation``, ``avoids`` the prefill nodes of those before and says why they
+    ``failed_before``.
+    """
 
     key: RoomKey
     request: GenerationRequest
@@ -73,6 +81,10 @@ class Work:
     room: DecodeRoom | None = None
     n_generated: int = 0
     skipped: frozenset[Check] = frozenset()
+    retries_left: int = 1
+    n_retries: int = 0
+    avoids: tuple[PeerLink, ...] = ()
+    failed_before: Failure | None = None
 
 
 class RoomOwner(Protocol):
@@ -118,6 +130,7 @@ class Receiver:
         self._committed: OrderedDict[RoomKey, None] = OrderedDict()
         self._proofs: dict[RoomKey, Proof] = {}
         self._checks: set[asyncio.Task[None]] = set()
+        self._unwilling_until: dict[PeerLink, float] = {}
 
     def start(self) -> None:
         for link in self.links:
@@ -130,9 +143,21 @@ class Receiver:
         await asyncio.gather(*self._checks, return_exceptions=True)
         await self._sessions.close()
 
-    def pick(self) -> PeerLink | None:
-        """The registered peer with the fewest rooms under way."""
-        return min((link for link in self.links if link.registered), key=self.outstanding, default=None)
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What the connections to the peers cannot live without."""
+        return [task for link in self.links for task in link.tasks]
+
+    def pick(self, avoids: Collection[PeerLink] = ()) -> PeerLink | None:
+        """The registered peer with the fewest rooms under way, but none of ``avoids``.
+
+        One that has just refused a room comes last.
+        """
+        now = time.monotonic()
+        links = [link for link in self.links if link.registered and link not in avoids]
+        return min(
+            links, key=lambda link: (self._unwilling_until.get(link, now) > now, self.outstanding(link)), default=None
+        )
 
     def has_peer(self) -> bool:
         """Whether a peer is registered, or about to be again."""
@@ -214,6 +239,7 @@ class Receiver:
         self._on_fenced(link)
 
     def on_registered(self, link: PeerLink) -> None:
+        self._unwilling_until.pop(link, None)
         self._owner.peers_changed()
 
     def on_lost(self, link: PeerLink, failure: Failure) -> None:
@@ -230,6 +256,8 @@ class Receiver:
     def _on_room_message(self, link: PeerLink, message: Reserved | Progress | Done | Failed | Quiesced) -> None:
         key = RoomKey(message.room, message.epoch, message.decode)
         work = self._works.get(key)
+        if isinstance(message, Failed) and message.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            self._unwilling_until[link] = time.monotonic() + _UNWILLING_S
         if work is not None and work.link is link:
             self._step(work, message)
         elif key in self._committed:

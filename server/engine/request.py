@@ -94,13 +94,15 @@ class TokenOutput:
 class RouteInfo:
     """Who served the prompt: known before the first token. ``prefill`` is ``host:port`` of the peer, or ``local``.
 
-    ``draft_state`` says where the draft's window came from, None without speculation.
+    ``draft_state`` says where the draft's window came from, None without speculation. ``n_retries`` prefill nodes had
+    failed before.
     """
 
     prefill: str
     room: int | None
     transfer_bytes: dict[str, int] = field(default_factory=dict)
     draft_state: str | None = None
+    n_retries: int = 0
 
 
 class Generation(Protocol):

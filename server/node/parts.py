@@ -40,12 +40,15 @@ class NodeParts:
 class NodeSettings:
     """What both roles are told. ``max_context`` is in tokens, ``spec_tokens`` in draft tokens of one step.
 
+    ``max_queue`` is how many requests may wait for a slot and pages.
+
     ``facts`` about the model are shown in ``/server_info``.
     """
 
     model_name: str
     max_context: int
     spec_tokens: int = 0
+    max_queue: int = 1024
     facts: Mapping[str, Any] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -95,23 +96,39 @@ class RoomDesk:
         self._send = send
         self._max_tokens = min(settings.max_context, parts.allocator.capacity_tokens)
         self._vocab_size = parts.tokenizer.vocab_size
+        self._max_queue = settings.max_queue
         self._deadlines = settings.deadlines
         self._metrics = parts.metrics
         self._tombstones = Tombstones()
         self._probes = ProbeWriter(parts.arena, settings.deadlines.probe_s, send)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self._refusing: Failure | None = None
+        self.refusing: Failure | None = None
 
     async def close(self) -> None:
-        """Ends every room, telling its decode node, and closes the senders."""
-        self.refuse_all(Failure("shutting_down", "the prefill node is shutting down", 503))
+        """Closes the senders; the rooms should have been given up before."""
         targets = list(self.targets.values())
         await asyncio.gather(*(target.close(_SENDER_CLOSE_S) for target in targets), *self._tasks)
 
+    @property
+    def n_waiting(self) -> int:
+        """Rooms that wait for a slot and pages."""
+        return sum(work.room.phase is PrefillPhase.QUEUED for work in self.queue)
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """What moves the rooms' state."""
+        return [target.sender.thread for target in self.targets.values()]
+
+    def drain(self, failure: Failure) -> None:
+        """Refuses every room that is still to come or has not begun; the others go on."""
+        self.refusing = failure
+        for work in list(self.queue):
+            self._step(work, GivenUp(failure))
+
     def refuse_all(self, failure: Failure) -> None:
         """Gives up every room, and every room that is still to come."""
-        self._refusing = failure
+        self.refusing = failure
         for work in list(self.works.values()):
             self._step(work, GivenUp(failure))
 
@@ -196,8 +213,10 @@ class RoomDesk:
     def _check(self, target: PeerSender, reserve: Reserve, request: GenerationRequest) -> Failure | None:
         """Why this node will never compute ``reserve``, or None."""
         n = len(request.prompt_ids)
-        if self._refusing is not None:
-            return self._refusing
+        if self.refusing is not None:
+            return self.refusing
+        if self.n_waiting >= self._max_queue:
+            return Failure("overloaded", f"{self.n_waiting} rooms wait for the prefill node already", 503)
         if any(work.room.key.room == reserve.room and work.target is target for work in self.works.values()):
             return Failure("duplicate_room", f"room {reserve.room} is under way in another epoch", 409)
         if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocab_size:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from server.engine.events import Died, Event
 from server.engine.request import Generation, GenerationRequest, RequestFailed
 from server.node.parts import NodeParts, NodeSettings, common_info
+from server.node.supervisor import Supervisor
 from server.prefill.desk import RoomDesk
 from server.transfer.bootstrap import Bootstrap, DecodePeer
 from server.transfer.engines.base import TransferEngine
@@ -26,6 +28,7 @@ from server.transfer.rooms import Failure
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.1
+_SHUTTING_DOWN = Failure("shutting_down", "the prefill node is shutting down", 503)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +59,7 @@ class PrefillNode:
         self._desk: RoomDesk | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._died: str | None = None
-        self._stopping = False
+        self._supervisor = Supervisor()
 
     @property
     def bootstrap_port(self) -> int:
@@ -81,21 +83,39 @@ class PrefillNode:
         desk = RoomDesk(self._settings, parts, self._send)
         parts.metrics.watch(
             parts.allocator,
-            queued=lambda: len(desk.queue),
-            running=lambda: len(desk.works) - len(desk.queue),
+            queued=lambda: desk.n_waiting,
+            running=lambda: len(desk.works) - desk.n_waiting,
             peers=lambda: len(desk.targets),
         )
         self._desk = desk
-        self._bootstrap = Bootstrap(manifest, desk, self._settings.deadlines, parts.metrics)
-        await self._bootstrap.start(self._settings.bootstrap_host, self._settings.bootstrap_port)
-        self._ticker = asyncio.create_task(self._tick_for_ever(desk), name="prefill ticker")
+        self._bootstrap = bootstrap = Bootstrap(manifest, desk, self._settings.deadlines, parts.metrics)
+        await bootstrap.start(self._settings.bootstrap_host, self._settings.bootstrap_port)
+        self._ticker = ticker = asyncio.create_task(self._tick_for_ever(desk), name="prefill ticker")
+        self._supervisor.watch(lambda: [ticker, *bootstrap.tasks, *desk.threads])
+
+    def vital(self, thread: threading.Thread) -> None:
+        """The node is dead if ``thread`` is."""
+        self._supervisor.watch(lambda: [thread])
+
+    @property
+    def busy(self) -> bool:
+        """Whether a room is not over yet."""
+        return self._desk is not None and bool(self._desk.works)
+
+    def drain(self) -> None:
+        """Takes no room any more and gives up those that wait; prompts and transfers under way go on."""
+        if self._desk is not None:
+            self._desk.drain(_SHUTTING_DOWN)
 
     async def stop(self) -> None:
         """Tells every decode node that its rooms are over, then closes the senders and the bootstrap port.
 
         May be called more than once.
         """
-        self._stopping = True
+        is_alive, reason = self.alive()
+        self._supervisor.end()
+        if self._desk is not None:
+            self._desk.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason, 503))
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
@@ -111,12 +131,16 @@ class PrefillNode:
         raise RequestFailed("prefill_only", "this is a prefill node; send the request to the decode node", status=400)
 
     def alive(self) -> tuple[bool, str]:
-        return (self._died is None, self._died or "")
+        reason = self._supervisor.look()
+        return not reason, reason
 
     async def ready(self) -> tuple[bool, str]:
         """A prefill node is ready as soon as it takes registrations; the decode nodes probe the transfers."""
-        if self._desk is None or self._died is not None or self._stopping:
-            return False, self._died or "the prefill node is not running"
+        is_alive, reason = self.alive()
+        if not is_alive or self._desk is None:
+            return False, reason or "the prefill node is not running"
+        if self._desk.refusing is not None:
+            return False, self._desk.refusing.reason
         return True, f"{len(self._desk.targets)} decode nodes are registered"
 
     def server_info(self) -> dict[str, Any]:
@@ -124,7 +148,7 @@ class PrefillNode:
         targets = list(desk.targets) if desk is not None else []
         return common_info(self.role, self.incarnation, self._settings, self._parts) | {
             "bootstrap_port": self.bootstrap_port,
-            "waiting": len(desk.queue) if desk is not None else 0,
+            "waiting": desk.n_waiting if desk is not None else 0,
             "peers": [{"incarnation": peer.incarnation, "session": peer.manifest.session} for peer in targets],
         }
 
@@ -139,8 +163,9 @@ class PrefillNode:
         if self._desk is None:
             return
         if isinstance(event, Died):
-            self._died = f"the engine thread has ended: {event.message}"
-            self._desk.engine_died(Failure("engine_died", self._died, 503))
+            reason = f"the engine thread has ended: {event.message}"
+            self._supervisor.fail(reason)
+            self._desk.engine_died(Failure("engine_died", reason, 503))
         else:
             self._desk.on_engine_event(event)
 

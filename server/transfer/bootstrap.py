@@ -91,7 +91,15 @@ class Bootstrap:
         self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
         self._socket.bind(f"tcp://{host}:{port}")
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
-        self._tasks = [asyncio.create_task(self._receive(self._socket)), asyncio.create_task(self._watch())]
+        self._tasks = [
+            asyncio.create_task(self._receive(self._socket), name="bootstrap receive"),
+            asyncio.create_task(self._watch(), name="bootstrap watch"),
+        ]
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What the control connection cannot live without."""
+        return self._tasks
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -26,6 +26,17 @@ class NodeMetrics:
         self._phase = Histogram(
             "pd_phase_seconds", "Time a room spent in a phase.", ["phase"], buckets=_PHASE_BUCKETS_S, registry=registry
         )
+        self._retries = Counter(
+            "pd_retries",
+            "Rooms tried again on another prefill node, by why they failed.",
+            ["reason"],
+            registry=registry,
+        )
+        self._quarantine = Gauge(
+            "pd_quarantine_oldest_seconds",
+            "For how long the oldest room waits for its prefill node's writes to end.",
+            registry=registry,
+        )
         self._slots = Gauge("pd_slots", "Request slots, by state.", ["state"], registry=registry)
         self._pages = Gauge("pd_pages", "KV pages, by state.", ["state"], registry=registry)
         self._queued = Gauge("pd_queued_requests", "Requests waiting for a slot and pages.", registry=registry)
@@ -49,7 +60,13 @@ class NodeMetrics:
         )
 
     def watch(
-        self, allocator: Allocator, *, queued: Callable[[], int], running: Callable[[], int], peers: Callable[[], int]
+        self,
+        allocator: Allocator,
+        *,
+        queued: Callable[[], int],
+        running: Callable[[], int],
+        peers: Callable[[], int],
+        quarantine_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Reads the gauges from their owners whenever the metrics are scraped."""
         for gauge, kind in ((self._slots, "slots"), (self._pages, "pages")):
@@ -58,6 +75,7 @@ class NodeMetrics:
         self._queued.set_function(queued)
         self._running.set_function(running)
         self._peers.set_function(peers)
+        self._quarantine.set_function(quarantine_s)
 
     def transferred(self, nbytes: Mapping[str, int], n_pieces: int) -> None:
         for component, count in nbytes.items():
@@ -66,6 +84,9 @@ class NodeMetrics:
 
     def room_ended(self, outcome: str, reason: str) -> None:
         self._rooms.labels(outcome, reason).inc()
+
+    def retried(self, reason: str) -> None:
+        self._retries.labels(reason).inc()
 
     def phase(self, name: str, seconds: float) -> None:
         self._phase.labels(name).observe(seconds)

@@ -96,6 +96,11 @@ class PeerLink:
         """Whether the peer is alive and registers anew right now: a request may wait for it."""
         return not self.registered and time.monotonic() < self._back_by
 
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What the connection cannot live without."""
+        return self._tasks
+
     def start(self) -> None:
         self._tasks.append(asyncio.create_task(self._run(), name=f"peer {self.address}"))
 

@@ -253,12 +253,13 @@ class PrefillRoom:
             case PrefillPhase.QUEUED | PrefillPhase.PREFILL | PrefillPhase.TRANSFER:
                 limit_s: float = getattr(self._deadlines, f"{self.phase}_s")
                 if silent_s > limit_s:
-                    return self._end(_late(f"{self.phase} on the prefill node did not move", silent_s, limit_s), now)
+                    return self._end(_late(self.phase, "nothing moved", silent_s, limit_s), now)
                 if now - self._told >= self._progress_s:
                     return [self._progress(now)]
             case PrefillPhase.COMMIT:
                 if silent_s > self._deadlines.commit_s:
-                    return self._end(_late("Done was not answered", silent_s, self._deadlines.commit_s), now)
+                    late = _late(self.phase, "Done was not answered", silent_s, self._deadlines.commit_s)
+                    return self._end(late, now)
                 if self.done is not None and self._resend.due(now):
                     return [Send(self.done)]
             case PrefillPhase.ENDING if not self._acknowledged:
@@ -335,5 +336,6 @@ def failed_message(about: Reserve | Abort, failure: Failure, writes: Writes) -> 
     )
 
 
-def _late(what: str, silent_s: float, limit_s: float) -> Failure:
-    return Failure("deadline", f"{what} for {silent_s:.1f} s (deadline {limit_s:g} s)", 504)
+def _late(phase: PrefillPhase, what: str, silent_s: float, limit_s: float) -> Failure:
+    reason = f"phase {phase} on the prefill node: {what} for {silent_s:.1f} s (deadline {limit_s:g} s)"
+    return Failure("deadline", reason, 504)

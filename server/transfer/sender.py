@@ -178,8 +178,8 @@ class Sender:
         self._thread.start()
 
     @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+    def thread(self) -> threading.Thread:
+        return self._thread
 
     def send(self, job: SendJob) -> None:
         """Queue a batch. Batches are submitted in order and go on side by side. Raises :class:`SenderClosed`."""
