@@ -18,6 +18,7 @@ from dataclasses import replace
 from http import HTTPStatus
 
 from server.cache.allocator import ItemState
+from server.cache.layout import Placement
 from server.decode.admission import check_request, tokens_held, wire_request, with_seed
 from server.decode.draft_metrics import DraftMetrics
 from server.decode.generation import NodeGeneration
@@ -28,6 +29,8 @@ from server.engine.events import Cancel, Event, Failed, Finished, Generate, Outp
 from server.engine.request import FinishReason, GenerationRequest, RequestFailed, RouteInfo, TokenLogprob, TokenOutput
 from server.node.parts import NodeParts
 from server.transfer.checks import Check
+from server.transfer.decode_room import DecodePhase
+from server.transfer.peer import PeerLink
 from server.transfer.protocol import MAX_ROOM, Done
 from server.transfer.rooms import Failure, RoomKey
 
@@ -160,12 +163,20 @@ class RequestDesk:
             self._parts.arena.owners.stamp(placement, work.key.owner)
             self._alive = time.monotonic()
             self._metrics.phase("admission", self._alive - work.enqueued)
-            work.placement = placement
-            if self.receiver is not None and link is not None:
-                self.receiver.open(work, placement, link)
-            else:
-                self._allocator.commit(work.key)
-                self._submit_command(Generate(work.key, work.request, placement))
+            try:
+                self._start(work, placement, link)
+            except Exception as error:
+                log.exception("%s could not be started", work.key)
+                work.generation.fail(request_failed(_broken(error)))
+                self._submit_command(Scrub(work.key, placement))
+
+    def _start(self, work: Work, placement: Placement, link: PeerLink | None) -> None:
+        work.placement = placement
+        if self.receiver is not None and link is not None:
+            self.receiver.open(work, placement, link)
+        else:
+            self._allocator.commit(work.key)
+            self._submit_command(Generate(work.key, work.request, placement))
 
     def _fail_waiting(self, failures: Iterator[tuple[Work, Failure]]) -> None:
         for work, failure in list(failures):
@@ -258,6 +269,12 @@ class RequestDesk:
         self.queue.appendleft(again)
         self._admit()
 
+    def room_broken(self, work: Work, error: Exception) -> None:
+        """Something here failed after the room was over or committed; if committed, nobody reads its memory now."""
+        work.generation.fail(request_failed(_broken(error)))
+        if work.room is not None and work.room.phase is DecodePhase.COMMITTED:
+            self.room_free(work)
+
     def room_free(self, work: Work) -> None:
         if work.placement is not None:
             self._submit_command(Scrub(work.key, work.placement))
@@ -289,6 +306,16 @@ class RequestDesk:
         work = self.works.get(key) if isinstance(key, RoomKey) else None
         if work is None:
             return
+        try:
+            self._tell_client(work, event)
+        except Exception as error:
+            log.exception("%s failed on %s", work.key, type(event).__name__)
+            work.generation.fail(request_failed(_broken(error)))
+            self._submit_command(Cancel(work.key))
+        if isinstance(event, Finished | Failed | Scrubbed):
+            self._release(work)
+
+    def _tell_client(self, work: Work, event: Event) -> None:
         match event:
             case Output():
                 work.generation.set_route(self._local_route())
@@ -299,13 +326,9 @@ class RequestDesk:
             case Finished():
                 work.generation.set_route(self._local_route())
                 work.generation.finish(event.reason)
-                self._release(work)
             case Failed():
                 failed = RequestFailed(event.code, event.message, status=500, component=event.component or None)
                 work.generation.fail(failed)
-                self._release(work)
-            case Scrubbed():
-                self._release(work)
             case _:
                 pass
 
@@ -340,3 +363,7 @@ class RequestDesk:
             for work in self.queue
             if now - max(self._alive, work.enqueued) > limit_s
         )
+
+
+def _broken(error: Exception) -> Failure:
+    return Failure("internal_error", f"the decode node failed: {error!r}", 500)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import xxhash
 
@@ -14,13 +15,25 @@ from server.cache.layout import PROBE_NBYTES, Run
 from server.transfer.peer import PeerLink
 from server.transfer.protocol import PROBE_BLOCK_NBYTES, Probe, ProbeDone
 
-_LANES = PROBE_NBYTES // PROBE_BLOCK_NBYTES
+
+def transport_of(link: PeerLink) -> str | None:
+    """The peer's transport and the wire that it really uses, such as ``mooncake/tcp``; None without a session."""
+    return f"{link.ours.transport_kind}/{link.ours.transport}" if link.ours else None
+
+
+@dataclass(frozen=True)
+class _Result:
+    """How the last probe of one registration ended: ``error`` None if the write landed."""
+
+    at: float
+    registration: tuple[str, str]
+    error: str | None
 
 
 class Prober:
     """Asks peers for probe writes.
 
-    Every peer writes into a lane of the probe region; a result is good for ``fresh_s``.
+    Every write has a lane of the probe region to itself while it is under way; a result is good for ``fresh_s``.
     """
 
     def __init__(self, arena: Arena, deadline_s: float, fresh_s: float = 2.0) -> None:
@@ -28,45 +41,61 @@ class Prober:
         self._deadline_s, self._fresh_s = deadline_s, fresh_s
         self._nonces = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[ProbeDone]] = {}
-        self._last: tuple[float, bool, str] = (float("-inf"), False, "")
+        self._last: dict[str, _Result] = {}
         self._lock = asyncio.Lock()
+        self._lanes: asyncio.Queue[int] = asyncio.Queue()
+        for lane in range(PROBE_NBYTES // PROBE_BLOCK_NBYTES):
+            self._lanes.put_nowait(lane)
 
     async def ready(self, links: Callable[[], list[PeerLink]]) -> tuple[bool, str]:
-        """Whether at least one of ``links()`` passes, and why not or through whom. Concurrent calls share one probe."""
+        """Whether every registered one of ``links()`` passes, and there is one; why not, or over which transport.
+
+        Concurrent calls share one probe.
+        """
         async with self._lock:
             registered = [link for link in links() if link.registered]
             if not registered:
                 return False, "; ".join(link.reason for link in links())
-            if time.monotonic() - self._last[0] < self._fresh_s:
-                return self._last[1:]
-            results = await asyncio.gather(*(self._probe(lane % _LANES, link) for lane, link in enumerate(registered)))
-            passed = any(error is None for error in results)
-            reasons = "; ".join(
-                f"prefill {link.address}: {error or 'probe transfer ok'}"
-                for link, error in zip(registered, results, strict=True)
-            )
-            self._last = (time.monotonic(), passed, reasons)
-            return passed, reasons
+            errors = await asyncio.gather(*(self._fresh(link) for link in registered))
+            words = [
+                f"prefill {link.address}: {error or f'probe transfer ok over {transport_of(link)}'}"
+                for link, error in zip(registered, errors, strict=True)
+            ]
+            return not any(errors), "; ".join(words)
+
+    async def _fresh(self, link: PeerLink) -> str | None:
+        """A result of this registration that is not too old: None if the write landed, else what went wrong."""
+        if link.ours is None or link.theirs is None:
+            return "not registered"
+        registration = (link.ours.session, link.theirs.incarnation)
+        last = self._last.get(link.address)
+        if last is not None and last.registration == registration and time.monotonic() - last.at < self._fresh_s:
+            return last.error
+        lane = await self._lanes.get()
+        try:
+            offset = lane * PROBE_BLOCK_NBYTES
+            probe = Probe(link.theirs.incarnation, link.ours.incarnation, next(self._nonces), offset)
+            error = await self._probe(link, probe)
+        finally:
+            self._lanes.put_nowait(lane)
+        self._last[link.address] = _Result(time.monotonic(), registration, error)
+        return error
 
     def on_done(self, message: ProbeDone) -> None:
         waiting = self._waiting.get(message.nonce)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
 
-    async def _probe(self, lane: int, link: PeerLink) -> str | None:
-        """None if the write landed, else what went wrong."""
-        if link.ours is None or link.theirs is None:
-            return "not registered"
-        nonce, offset = next(self._nonces), lane * PROBE_BLOCK_NBYTES
-        self._waiting[nonce] = asyncio.get_running_loop().create_future()
+    async def _probe(self, link: PeerLink, probe: Probe) -> str | None:
+        self._waiting[probe.nonce] = asyncio.get_running_loop().create_future()
         try:
-            link.send(Probe(link.theirs.incarnation, link.ours.incarnation, nonce, offset))
-            done = await asyncio.wait_for(self._waiting[nonce], self._deadline_s)
+            link.send(probe)
+            done = await asyncio.wait_for(self._waiting[probe.nonce], self._deadline_s)
         except TimeoutError:
             return f"no answer to a probe transfer within {self._deadline_s:g} s"
         finally:
-            del self._waiting[nonce]
+            del self._waiting[probe.nonce]
         if done.reason:
             return f"probe transfer failed: {done.reason}"
-        landed = xxhash.xxh3_64(self._arena.read([Run(offset, PROBE_BLOCK_NBYTES)])).intdigest()
+        landed = xxhash.xxh3_64(self._arena.read([Run(probe.offset, PROBE_BLOCK_NBYTES)])).intdigest()
         return None if landed == done.digest else "probe transfer was reported done, but its bytes are not here"

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from server.cache.layout import Placement
 from server.decode.admission import wire_request
 from server.decode.generation import NodeGeneration
-from server.decode.probe import Prober
+from server.decode.probe import Prober, transport_of
 from server.decode.sessions import TransportSessions
 from server.decode.settings import DecodeSettings
 from server.decode.verify import Evidence, Proof, verify
@@ -93,6 +93,8 @@ class RoomOwner(Protocol):
     def room_committed(self, work: Work, done: Done, first: TokenLogprob) -> None: ...
 
     def room_failed(self, work: Work, failure: Failure) -> None: ...
+
+    def room_broken(self, work: Work, error: Exception) -> None: ...
 
     def room_free(self, work: Work) -> None:
         """Nothing writes into the room's memory any more."""
@@ -177,7 +179,7 @@ class Receiver:
                 "state": link.state,
                 "reason": link.reason,
                 "incarnation": link.theirs.incarnation if link.theirs else None,
-                "transport": f"{link.ours.transport_kind}/{link.ours.transport}" if link.ours else None,
+                "transport": transport_of(link),
                 "rooms": self.outstanding(link),
             }
             for link in self.links
@@ -278,7 +280,7 @@ class Receiver:
             self._step(work, Fenced())
 
     def _step(self, work: Work, event: DecodeEvent) -> None:
-        """Feeds one event to one room. An exception fails this room only."""
+        """Feeds one event to one room. An exception fails this room only, and what else was to be done is done."""
         room = work.room
         if room is None:
             return
@@ -287,15 +289,22 @@ class Receiver:
             actions = room.handle(event, time.monotonic())
             if room.phase is not phase:
                 self._faults.entered(room.phase)
-            for action in actions:
-                self._perform(work, room, action)
         except Exception as error:
             log.exception("%s failed on %s", work.key, type(event).__name__)
-            failure = Failure("internal_error", f"the decode node failed: {error!r}", 500)
-            if room.active:
-                self._step(work, GivenUp(failure))
-            else:
-                work.generation.fail(request_failed(failure))
+            self._on_broken(work, room, event, error)
+            return
+        for action in actions:
+            try:
+                self._perform(work, room, action)
+            except Exception as error:
+                log.exception("%s failed on %s", work.key, type(action).__name__)
+                self._on_broken(work, room, action, error)
+
+    def _on_broken(self, work: Work, room: DecodeRoom, at: DecodeEvent | DecodeAction, error: Exception) -> None:
+        if room.active and not isinstance(at, GivenUp):
+            self._step(work, GivenUp(Failure("internal_error", f"the decode node failed: {error!r}", 500)))
+        else:
+            self._owner.room_broken(work, error)
 
     def _perform(self, work: Work, room: DecodeRoom, action: DecodeAction) -> None:
         match action:
@@ -351,10 +360,10 @@ class Receiver:
         self._owner.room_committed(work, done, first)
 
     def _forget(self, key: RoomKey, room: DecodeRoom, action: Forget) -> None:
+        del self._works[key]
         self._metrics.room_ended(action.outcome, action.reason)
         for phase, seconds in room.phase_s.items():
             self._metrics.phase(phase, seconds)
-        del self._works[key]
         if room.phase is DecodePhase.COMMITTED:
             self._committed[key] = None
             while len(self._committed) > _REMEMBERED_COMMITS:

@@ -169,10 +169,16 @@ class RoomDesk:
     def on_message(self, peer: DecodePeer, message: PeerMessage) -> None:
         target = self.targets[peer]
         match message:
+            case Probe() if self.refusing is not None:
+                self._probes.refuse(target, message, self.refusing.reason)
             case Probe():
                 self._probes.start(target, message)
             case Reserve():
-                self._on_reserve(target, message)
+                try:
+                    self._on_reserve(target, message)
+                except Exception as error:
+                    log.exception("a Reserve of %s could not be handled", peer)
+                    self._send(peer, failed_message(message, _broken(error), Writes.SETTLING))
             case Abort() | Committed() | Rejected():
                 work = self.works.get(RoomKey(message.room, message.epoch, message.decode))
                 if work is not None:
@@ -270,6 +276,11 @@ class RoomDesk:
             self._give_back(work)
             self._give_up(work, placement_failure(error))
             return
+        except Exception as error:
+            log.exception("%s could not be started", key)
+            self._give_back(work)
+            self._step(work, GivenUp(_broken(error)))
+            return
         self._step(work, Admitted())
         self._submit_command(Prefill(key, work.request, source, key.room, key.epoch, owner))
         self._queue_moved()
@@ -282,18 +293,26 @@ class RoomDesk:
         return [work for work in self.works.values() if work.target is target]
 
     def _step(self, work: RoomWork, event: PrefillEvent) -> None:
-        """Feeds one event to one room. An exception fails this room only."""
+        """Feeds one event to one room. An exception fails this room only, and what else was to be done is done."""
         phase = work.room.phase
         try:
             actions = work.room.handle(event, time.monotonic())
             if work.room.phase is not phase:
                 self._faults.entered(work.room.phase)
-            for action in actions:
-                self._perform(work, action)
         except Exception as error:
             log.exception("%s failed on %s", work.room.key, type(event).__name__)
-            if work.room.active:
-                self._step(work, GivenUp(Failure("internal_error", f"the prefill node failed: {error!r}", 500)))
+            self._on_broken(work, event, error)
+            return
+        for action in actions:
+            try:
+                self._perform(work, action)
+            except Exception as error:
+                log.exception("%s failed on %s", work.room.key, type(action).__name__)
+                self._on_broken(work, action, error)
+
+    def _on_broken(self, work: RoomWork, at: PrefillEvent | PrefillAction, error: Exception) -> None:
+        if work.room.active and not isinstance(at, GivenUp):
+            self._step(work, GivenUp(_broken(error)))
 
     def _perform(self, work: RoomWork, action: PrefillAction) -> None:
         key, transfer_s = work.room.key, self._deadlines.transfer_s
@@ -415,3 +434,7 @@ class RoomDesk:
             reason = f"the transfer ended {result.outcome}: {result.reason}"
             failure = Failure("transfer_failed", reason, 502, component if is_named else "")
         self._step(work, BatchEnded(result.batch_id, failure, result.quiesced))
+
+
+def _broken(error: Exception) -> Failure:
+    return Failure("internal_error", f"the prefill node failed: {error!r}", 500)

@@ -135,13 +135,18 @@ class PrefillNode:
         return not reason, reason
 
     async def ready(self) -> tuple[bool, str]:
-        """A prefill node is ready as soon as it takes registrations; the decode nodes probe the transfers."""
+        """Whether rooms are taken and the last probe write into every registered decode node arrived there.
+
+        Decode nodes ask for the probes. Before one is registered, and before its first probe, it is ready.
+        """
         is_alive, reason = self.alive()
         if not is_alive or self._desk is None:
             return False, reason or "the prefill node is not running"
         if self._desk.refusing is not None:
             return False, self._desk.refusing.reason
-        return True, f"{len(self._desk.targets)} decode nodes are registered"
+        targets = self._desk.targets.values()
+        passed = not any(target.probe is not None and target.probe[1] for target in targets)
+        return passed, "; ".join(target.describe_probe() for target in targets) or "no decode node is registered yet"
 
     def server_info(self) -> dict[str, Any]:
         desk = self._desk

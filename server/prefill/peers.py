@@ -32,7 +32,8 @@ class ProbeKey:
 class PeerSender:
     """One registration of a decode process and the thread that writes into its memory.
 
-    A new registration gets a new one.
+    A new registration gets a new one. ``probe`` says how the last readiness probe ended: when (on ``time.monotonic()``)
+    and what was wrong, if anything; None before the first.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class PeerSender:
         on_result: Callable[[SendResult], None],
     ) -> None:
         self.peer = peer
+        self.probe: tuple[float, str] | None = None
         self._arena = arena
         self._make_transport = make_transport
         self.sender = Sender(self._make_engine, peer.manifest.session, on_result, f"sender {peer.incarnation[:8]}")
@@ -50,6 +52,13 @@ class PeerSender:
 
     def _make_engine(self) -> TransferEngine:
         return open_registered(self._make_transport, self._arena.ptr, self._arena.nbytes)
+
+    def describe_probe(self) -> str:
+        if self.probe is None:
+            return f"{self.peer}: not probed yet"
+        at, reason = self.probe
+        words = reason or f"ok over {self.peer.manifest.transport_kind}/{self.peer.manifest.transport}"
+        return f"{self.peer}: probe transfer {time.monotonic() - at:.1f} s ago: {words}"
 
     async def close(self, timeout_s: float) -> None:
         """Ends the thread; pieces still in flight after ``timeout_s`` are left to the decode node's fence."""
@@ -65,17 +74,17 @@ class ProbeWriter:
         self._deadline_s = deadline_s
         self._answer = answer
         self._free_lanes = list(range(PROBE_NBYTES // PROBE_BLOCK_NBYTES))
-        self._running: dict[ProbeKey, tuple[DecodePeer, Probe, int, int]] = {}
+        self._running: dict[ProbeKey, tuple[PeerSender, Probe, int, int]] = {}
 
     def start(self, target: PeerSender, probe: Probe) -> None:
         if not self._free_lanes:
-            self._reply(target.peer, probe, 0, "too many probes at once")
+            self.refuse(target, probe, "too many probes at once")
             return
         lane = self._free_lanes.pop()
         offset, block = lane * PROBE_BLOCK_NBYTES, os.urandom(PROBE_BLOCK_NBYTES)
         self._arena.write(Run(offset, PROBE_BLOCK_NBYTES), block)
         key = ProbeKey(probe.nonce, probe.decode)
-        self._running[key] = (target.peer, probe, lane, xxhash.xxh3_64(block).intdigest())
+        self._running[key] = (target, probe, lane, xxhash.xxh3_64(block).intdigest())
         destination = target.peer.manifest.arena_base + probe.offset
         piece = Piece("probe", self._arena.ptr + offset, destination, PROBE_BLOCK_NBYTES)
         target.sender.send(SendJob(key, 0, (piece,), time.monotonic() + self._deadline_s))
@@ -84,11 +93,15 @@ class ProbeWriter:
         running = self._running.pop(key, None)
         if running is None:
             return
-        peer, probe, lane, digest = running
+        target, probe, lane, digest = running
         self._free_lanes.append(lane)
-        self._reply(
-            peer, probe, digest, "" if result.outcome is SendOutcome.APPLIED else result.reason or result.outcome
-        )
+        reason = "" if result.outcome is SendOutcome.APPLIED else result.reason or result.outcome
+        target.probe = (time.monotonic(), reason)
+        self._reply(target, probe, digest, reason)
 
-    def _reply(self, peer: DecodePeer, probe: Probe, digest: int, reason: str) -> None:
-        self._answer(peer, ProbeDone(probe.prefill, probe.decode, probe.nonce, digest, clip(reason)))
+    def refuse(self, target: PeerSender, probe: Probe, reason: str) -> None:
+        """Answers without a write."""
+        self._reply(target, probe, 0, reason)
+
+    def _reply(self, target: PeerSender, probe: Probe, digest: int, reason: str) -> None:
+        self._answer(target.peer, ProbeDone(probe.prefill, probe.decode, probe.nonce, digest, clip(reason)))

@@ -6,6 +6,7 @@ calls :meth:`Sender.send` and :meth:`Sender.cancel`, and hears exactly one :clas
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import queue
@@ -231,12 +232,14 @@ class Sender:
 
     def _receive_messages(self) -> None:
         """Sleep until a message comes, or with work at hand until it is time to go on; then take in every message."""
-        try:
+        with contextlib.suppress(queue.Empty):
             self._handle(self._inbox.get(timeout=self._sleep_s if self._jobs or self._in_flight else None))
+        self._take_messages()
+
+    def _take_messages(self) -> None:
+        with contextlib.suppress(queue.Empty):
             while True:
                 self._handle(self._inbox.get_nowait())
-        except queue.Empty:
-            return
 
     def _handle(self, message: _Message) -> None:
         match message:
@@ -256,11 +259,13 @@ class Sender:
                     job.fail(SendOutcome.CANCELLED, "the sender is closing")
 
     def _submit_waiting(self) -> int:
+        """Submit what fits; between pieces messages are taken, so that a cancel stops the next piece."""
         submitted = 0
         for job in self._jobs:
             while job.waiting and len(self._in_flight) < self._max_in_flight:
                 self._submit(job, job.waiting.popleft())
                 submitted += 1
+                self._take_messages()
         return submitted
 
     def _submit(self, job: _Job, piece: Piece) -> None:

@@ -258,9 +258,12 @@ class Pair:
         identity: ModelIdentity = IDENTITY,
         faults: tuple[str, ...] = (),
         deadlines: Deadlines = FAST,
+        max_queue: int = 1024,
         make_transport: Callable[[], TransferEngine] | None = None,
     ) -> NodeUnderTest:
-        settings = PrefillSettings(model_name="fake", max_context=4096, bootstrap_port=port, deadlines=deadlines)
+        settings = PrefillSettings(
+            model_name="fake", max_context=4096, bootstrap_port=port, deadlines=deadlines, max_queue=max_queue
+        )
         bare = _bare(geometry or make_geometry(), 11, make_transport or self.transport, identity, faults)
         bare.node = PrefillNode(settings, bare.parts)
         return await self._start(bare)
@@ -270,6 +273,7 @@ class Pair:
         *prefills: NodeUnderTest | str,
         geometry: CacheGeometry | None = None,
         deadlines: Deadlines = FAST,
+        max_queue: int = 1024,
         local: bool = False,
         own_components: frozenset[str] = frozenset(),
         wait: bool = True,
@@ -281,6 +285,7 @@ class Pair:
             prefill=None if local else addresses,
             own_components=own_components,
             deadlines=deadlines,
+            max_queue=max_queue,
         )
         bare = _bare(geometry or make_geometry(extra_rows=2, slots=4, pages=15), 12, self.transport)
         bare.node = node = DecodeNode(settings, bare.parts)

@@ -215,12 +215,46 @@ async def test_a_component_that_decode_fills_itself_is_not_asked_for(pair: Pair)
 async def test_ready_means_that_a_write_of_the_peer_really_landed(pair: Pair) -> None:
     p = await pair.prefill()
     d = await pair.decode(p)
-    assert await d.node.ready() == (True, f"prefill 127.0.0.1:{p.node.bootstrap_port}: probe transfer ok")
+    address = f"127.0.0.1:{p.node.bootstrap_port}"
+    assert await p.node.ready() == (True, f"{next(iter(p.node._desk.targets))}: not probed yet")
+    assert await d.node.ready() == (True, f"prefill {address}: probe transfer ok over loopback/memory")
+    ready, reason = await p.node.ready()
+    assert ready
+    assert "ok over loopback/memory" in reason
     d.node._desk.receiver._prober._fresh_s = 0.0
-    d.node._desk.receiver._sessions._engines[f"127.0.0.1:{p.node.bootstrap_port}"].unregister(d.arena.ptr)
+    d.node._desk.receiver._sessions._engines[address].unregister(d.arena.ptr)
+    for node in (d.node, p.node):
+        ready, reason = await node.ready()
+        assert not ready
+        assert "refused" in reason
+
+
+async def test_a_decode_node_is_ready_only_if_every_registered_peer_can_write(pair: Pair) -> None:
+    good, bad = await pair.prefill(), await pair.prefill()
+    d = await pair.decode(good, bad)
+    assert (await d.node.ready())[0]
+    d.node._desk.receiver._prober._fresh_s = 0.0
+    address = f"127.0.0.1:{bad.node.bootstrap_port}"
+    d.node._desk.receiver._sessions._engines[address].unregister(d.arena.ptr)
     ready, reason = await d.node.ready()
     assert not ready
-    assert "refused" in reason
+    assert f"prefill 127.0.0.1:{good.node.bootstrap_port}: probe transfer ok" in reason
+    assert f"prefill {address}: probe transfer failed" in reason
+    await pair.stop(bad)
+    await until(lambda: d.node.server_info()["peers"][1]["state"] != "registered")
+    assert (await d.node.ready())[0], "one that is not registered is not asked"
+
+
+async def test_more_peers_than_probe_lanes_are_all_probed(pair: Pair) -> None:
+    prefills = [await pair.prefill() for _ in range(6)]
+    d = await pair.decode(*prefills)
+    ready, reason = await d.node.ready()
+    assert ready, reason
+    assert reason.count("probe transfer ok") == 6
+
+
+async def test_a_prefill_node_without_decode_nodes_is_ready(pair: Pair) -> None:
+    assert await (await pair.prefill()).node.ready() == (True, "no decode node is registered yet")
 
 
 async def test_the_queue_has_a_deadline_while_nothing_moves(pair: Pair) -> None:
