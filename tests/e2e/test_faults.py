@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 
 import pytest
 
@@ -29,7 +28,7 @@ def request_of(seed: int, n: int = N) -> GenerationRequest:
 
 def inject(pair: Pair, fault: str) -> None:
     """Arms the prefill node's hook now; on the command line it would strike the first room."""
-    pair.prefill._faults.faults[:] = FaultSet.parse((fault,)).faults
+    pair.p.faults.faults[:] = FaultSet.parse((fault,)).faults
 
 
 def test_no_component_is_empty_at_this_length(model: DeepseekV4) -> None:
@@ -93,42 +92,13 @@ async def test_only_the_struck_room_fails_among_many(model: DeepseekV4, tokenize
         await pair.settled()
 
 
-@pytest.mark.parametrize("kind", ["zero", "stale", "shift"])
-async def test_rows_damaged_behind_the_digest_fail_their_request_by_name(
-    model: DeepseekV4, tokenizer: Tokenizer, kind: str
-) -> None:
-    """Two rooms each: ``stale`` sends the first one's rows in the second."""
-    async with running_pair(model, tokenizer) as pair:
-        for i, name in enumerate(COMPONENTS):
-            inject(pair, f"{kind}:{name}")
-            for seed in (300 + i, 400 + i):
-                if (kind, name) == ("shift", "handoff"):
-                    continue  # one row has no place to shift to
-                with pytest.raises(RequestFailed) as caught:
-                    await pair.answer(request_of(seed))
-                assert caught.value.component == name, caught.value.message
-        inject(pair, "drop:swa:0")
-        await pair.answer(request_of(5))
-        await pair.settled()
-
-
 async def test_without_the_checks_the_same_damage_is_served(model: DeepseekV4, tokenizer: Tokenizer) -> None:
     """What the checks are worth: the decode node answers from a zeroed window, other tokens, and no error."""
     request = a_request(random.Random(1).choices(range(10, 500), k=N), max_tokens=16, logprobs=0)
     async with running_pair(model, tokenizer) as pair:
         right, _ = await pair.answer(request)
         inject(pair, "zero:swa")
-        pair.decode._faults.faults[:] = FaultSet.parse(("unchecked",)).faults
+        pair.d.faults.faults[:] = FaultSet.parse(("unchecked",)).faults
         wrong, _ = await pair.answer(request)
         assert [o.logprobs for o in wrong] != [o.logprobs for o in right]
         assert wrong[0].token_ids == right[0].token_ids, "the first token comes with the hand-off row"
-
-
-def test_faults_from_a_file_are_read_again_for_every_room(tmp_path: Path) -> None:
-    file = tmp_path / "faults"
-    faults = FaultSet.parse((f"@{file}",))
-    assert faults.strike("room 1") == ()
-    file.write_text("drop:swa\nzero:c4_kv\n")
-    assert [str(fault) for fault in faults.strike("room 2")] == ["drop:swa", "zero:c4_kv"]
-    file.write_text("")
-    assert faults.strike("room 3") == ()

@@ -79,6 +79,7 @@ class TestNode:
         self.arena = Arena(ArenaLayout.from_geometry(geometry), poison=side.poison)
         self.allocator = Allocator(geometry, permute_seed=side.permute_seed)
         self.registry = CollectorRegistry()
+        self.faults = FaultSet.parse(side.faults)
         self.commands: list[Command] = []
         self.events: list[Event] = []
         self.before_command: Callable[[Command], None] = lambda command: None
@@ -96,7 +97,7 @@ class TestNode:
             tokenizer=self._tokenizer,
             sampling_defaults=SamplingParams(),
             metrics=NodeMetrics(self.registry),
-            faults=FaultSet.parse(self.side.faults),
+            faults=self.faults,
         )
 
     def settings(self) -> dict[str, Any]:

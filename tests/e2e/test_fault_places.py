@@ -1,0 +1,156 @@
+"""Every component, damaged in every way and place, fails its request by its name; with one check off, another sees it
+or none does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from server.cache.live import LIVE_RULES, live_positions
+from server.engine.request import GenerationRequest, RequestFailed
+from server.engine.tokenizer import Tokenizer
+from server.model.loader import load_model
+from server.model.network import DeepseekV4
+from server.transfer.checks import PLACEMENT, Check
+from tests.support.checkpoints import BUNDLED
+from tests.support.pair import Pair, Side, a_request, running_pair
+
+N = 263
+"""A full page and a part of one, an open group of every compressor: nothing is empty."""
+COMPONENTS = tuple(LIVE_RULES)
+DAMAGES = ("drop", "zero", "stale", "shift", "swap")
+PLACES = ("plan", "wire", "memory", "pool")
+NOT_FOUND = "none"
+
+
+@pytest.fixture(scope="module")
+def model() -> DeepseekV4:
+    return load_model(BUNDLED, draft=True)
+
+
+@dataclass
+class Bench:
+    """A pair whose faults are in two files."""
+
+    pair: Pair
+    directory: Path
+    seeds: itertools.count[int] = field(default_factory=itertools.count)
+
+    def arm(self, prefill: str = "", decode: str = "") -> None:
+        """Each file is put in place whole: the nodes read them for every room."""
+        for role, text in (("prefill", prefill), ("decode", decode)):
+            (self.directory / "new").write_text(text)
+            (self.directory / "new").rename(self.directory / role)
+
+    def request(self, **sampling: object) -> GenerationRequest:
+        prompt = random.Random(next(self.seeds)).choices(range(10, 500), k=N)
+        return a_request(prompt, **{"max_tokens": 2, **sampling})
+
+    async def verdicts(self, fault: str, unchecked: str = "") -> list[str]:
+        """Which check refuses a request under ``fault``, as ``check:component``. A swap takes two requests."""
+        place = fault.partition("@")[2]
+        off = f"unchecked:{unchecked}" if unchecked else ""
+        self.arm(*(off, f"{fault} {off}") if place == "memory" else (f"{fault} {off}", off))
+        before = self._failures()
+        n = 2 if fault.startswith("swap") else 1
+        answers = await asyncio.gather(*(self.pair.answer(self.request()) for _ in range(n)), return_exceptions=True)
+        self.arm()
+        named = []
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, RequestFailed):
+                raise answer
+            if isinstance(answer, RequestFailed):
+                assert answer.message.startswith(f"{answer.component}: "), answer.message
+                named.append(answer.component or "")
+        found = [
+            f"{check}:{component}"
+            for (check, component), count in self._failures().items()
+            for _ in range(int(count - before.get((check, component), 0)))
+        ]
+        assert sorted(verdict.partition(":")[2] for verdict in found) == sorted(named)
+        return found or [NOT_FOUND]
+
+    def _failures(self) -> dict[tuple[str, str], float]:
+        checks = [*Check, PLACEMENT]
+        return {
+            (check, component): sum(
+                node.metric("pd_check_failures_total", check=check, component=component)
+                for node in (self.pair.p, self.pair.d)
+            )
+            for check in checks
+            for component in COMPONENTS
+        }
+
+
+@asynccontextmanager
+async def bench(model: DeepseekV4, tokenizer: Tokenizer, directory: Path) -> AsyncIterator[Bench]:
+    p = Side(draft=True, chunk_tokens=512, slots=6, pages=12, faults=(f"@{directory / 'prefill'}",))
+    d = replace(p, spec_tokens=3, permute_seed=2, faults=(f"@{directory / 'decode'}",))
+    async with running_pair(model, tokenizer, p, d) as pair:
+        made = Bench(pair, directory)
+        await pair.answer(made.request())
+        yield made
+        outputs, _ = await pair.answer(made.request())
+        assert outputs, "the pair serves after all of it"
+        await pair.settled()
+
+
+def expected_check(place: str) -> Check:
+    return Check.STAMP if place == "pool" else Check.DIGEST
+
+
+def test_no_component_is_empty_at_this_length(model: DeepseekV4) -> None:
+    assert all(len(rows) > 0 for rows in live_positions(N, model.config.sliding_window, COMPONENTS).values())
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_every_damaged_component_fails_its_request_by_name(
+    model: DeepseekV4, tokenizer: Tokenizer, tmp_path: Path, damage: str
+) -> None:
+    async with bench(model, tokenizer, tmp_path) as made:
+        found = {name: await made.verdicts(f"{damage}:{name}") for name in COMPONENTS}
+        n = 2 if damage == "swap" else 1
+        assert found == {name: [f"digest:{name}"] * n for name in COMPONENTS}
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+async def test_wherever_rows_are_damaged_it_is_noticed_by_name(
+    model: DeepseekV4, tokenizer: Tokenizer, tmp_path: Path, place: str
+) -> None:
+    """A ring, a page component in the middle of its page, and the hand-off row."""
+    async with bench(model, tokenizer, tmp_path) as made:
+        for name in ("swa", "c4_index", "handoff"):
+            for damage in DAMAGES:
+                n = 2 if damage == "swap" and place != "pool" else 1
+                found = await made.verdicts(f"{damage}:{name}@{place}")
+                assert found == [f"{expected_check(place)}:{name}"] * n, damage
+
+
+WITH_ONE_CHECK_OFF = [
+    ("forget:swa", "coverage", "digest:swa"),
+    ("miscount:swa", "bytes", NOT_FOUND),
+    ("zero:swa", "digest", NOT_FOUND),
+    ("stale:handoff", "digest", "handoff:handoff"),
+    ("stale:handoff", "handoff", "digest:handoff"),
+    ("swap:swa@pool", "stamp", NOT_FOUND),
+    ("zero:swa@pool", "stamp", "placement:swa"),
+    ("shift:handoff@pool", "stamp", "handoff:handoff"),
+]
+
+
+async def test_with_one_check_off_another_sees_it_or_none_does(
+    model: DeepseekV4, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    async with bench(model, tokenizer, tmp_path) as made:
+        assert await made.verdicts("forget:swa") == ["coverage:swa"]
+        assert await made.verdicts("miscount:swa") == ["bytes:swa"]
+        found = [(fault, off, (await made.verdicts(fault, off))[0]) for fault, off, _ in WITH_ONE_CHECK_OFF]
+        assert found == WITH_ONE_CHECK_OFF
