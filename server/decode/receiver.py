@@ -41,6 +41,7 @@ from server.transfer.decode_room import (
 )
 from server.transfer.faults import STATE, skipped_checks
 from server.transfer.manifest import Manifest, TransportIdentity, build_manifest
+from server.transfer.outbox import Outbox
 from server.transfer.peer import PeerLink
 from server.transfer.protocol import (
     Abort,
@@ -115,7 +116,8 @@ class Receiver:
         addresses: tuple[str, ...],
     ) -> None:
         deadlines = settings.deadlines
-        self.links = [PeerLink(address, self, deadlines, parts.metrics) for address in addresses]
+        outbox = Outbox(parts.faults)
+        self.links = [PeerLink(address, self, deadlines, parts.metrics, outbox) for address in addresses]
         self._owner = owner
         self._arena = parts.arena
         self._incarnation = incarnation

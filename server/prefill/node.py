@@ -22,6 +22,7 @@ from server.prefill.desk import RoomDesk
 from server.transfer.bootstrap import Bootstrap, DecodePeer
 from server.transfer.engines.base import TransferEngine
 from server.transfer.manifest import TransportIdentity, build_manifest, new_incarnation
+from server.transfer.outbox import Outbox
 from server.transfer.protocol import AnyMessage
 from server.transfer.rooms import Failure
 
@@ -88,7 +89,9 @@ class PrefillNode:
             peers=lambda: len(desk.targets),
         )
         self._desk = desk
-        self._bootstrap = bootstrap = Bootstrap(manifest, desk, self._settings.deadlines, parts.metrics)
+        self._bootstrap = bootstrap = Bootstrap(
+            manifest, desk, self._settings.deadlines, parts.metrics, Outbox(parts.faults)
+        )
         await bootstrap.start(self._settings.bootstrap_host, self._settings.bootstrap_port)
         self._ticker = ticker = asyncio.create_task(self._tick_for_ever(desk), name="prefill ticker")
         self._supervisor.watch(lambda: [ticker, *bootstrap.tasks, *desk.threads])

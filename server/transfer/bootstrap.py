@@ -13,6 +13,7 @@ import zmq.asyncio
 from server.cache.layout import ArenaLayout
 from server.transfer.manifest import PROTOCOL_VERSION, Manifest, Mismatch, compare
 from server.transfer.metrics import NodeMetrics
+from server.transfer.outbox import Outbox
 from server.transfer.protocol import (
     MAX_FRAME_NBYTES,
     AnyMessage,
@@ -27,7 +28,6 @@ from server.transfer.protocol import (
     VersionMismatch,
     clip,
     decode,
-    encode,
 )
 from server.transfer.rooms import Deadlines, Failure, Heartbeat
 
@@ -70,7 +70,12 @@ class Bootstrap:
     """Registers decode nodes, answers their pings, hands their messages on, and notices when one is gone."""
 
     def __init__(
-        self, manifest: Manifest, handler: BootstrapHandler, deadlines: Deadlines, metrics: NodeMetrics
+        self,
+        manifest: Manifest,
+        handler: BootstrapHandler,
+        deadlines: Deadlines,
+        metrics: NodeMetrics,
+        outbox: Outbox | None = None,
     ) -> None:
         self.manifest = manifest
         self.peers: dict[str, DecodePeer] = {}
@@ -78,6 +83,7 @@ class Bootstrap:
         self._handler = handler
         self._deadlines = deadlines
         self._metrics = metrics
+        self._outbox = outbox or Outbox()
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -118,8 +124,11 @@ class Bootstrap:
             self._send(peer.routing_id, message)
 
     def _send(self, routing_id: bytes, message: AnyMessage) -> None:
+        self._outbox.send(message, lambda frame: self._put([routing_id, frame]))
+
+    def _put(self, frames: list[bytes]) -> None:
         if self._socket is not None and not self._socket.closed:
-            post(self._socket, [routing_id, encode(message)])
+            post(self._socket, frames)
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:

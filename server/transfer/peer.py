@@ -14,6 +14,7 @@ import zmq.asyncio
 from server.transfer.bootstrap import TICK_S, post
 from server.transfer.manifest import Manifest, Mismatch, compare
 from server.transfer.metrics import NodeMetrics
+from server.transfer.outbox import Outbox
 from server.transfer.protocol import (
     MAX_FRAME_NBYTES,
     AnyMessage,
@@ -27,7 +28,6 @@ from server.transfer.protocol import (
     Registered,
     VersionMismatch,
     decode,
-    encode,
 )
 from server.transfer.rooms import Deadlines, Failure, Heartbeat, Resend
 
@@ -70,7 +70,14 @@ class PeerLink:
     ever.
     """
 
-    def __init__(self, address: str, host: PeerHost, deadlines: Deadlines, metrics: NodeMetrics) -> None:
+    def __init__(
+        self,
+        address: str,
+        host: PeerHost,
+        deadlines: Deadlines,
+        metrics: NodeMetrics,
+        outbox: Outbox | None = None,
+    ) -> None:
         self.address = address
         self.state = PeerState.CONNECTING
         self.reason = f"{address} has not answered yet"
@@ -80,6 +87,7 @@ class PeerLink:
         self._context = zmq.asyncio.Context()
         self._deadlines = deadlines
         self._metrics = metrics
+        self._outbox = outbox or Outbox()
         self._socket: zmq.asyncio.Socket | None = None
         self._heartbeat = Heartbeat(deadlines.peer_s, time.monotonic())
         self._changed = asyncio.Event()
@@ -113,8 +121,11 @@ class PeerLink:
 
     def send(self, message: AnyMessage) -> None:
         """Queues a message; it is lost if the connection is. Raises :class:`ProtocolError` for one over its cap."""
+        self._outbox.send(message, self._put)
+
+    def _put(self, frame: bytes) -> None:
         if self._socket is not None:
-            post(self._socket, [encode(message)])
+            post(self._socket, [frame])
 
     def lose(self, failure: Failure) -> None:
         """Ends the registration of a living peer: its rooms fail, its session is fenced, a new registration begins."""

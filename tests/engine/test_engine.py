@@ -14,9 +14,11 @@ from server.cache.arena import Arena
 from server.cache.digest import live_digests
 from server.cache.handoff import prompt_hash, read_handoff
 from server.cache.layout import ArenaLayout, Placement
+from server.cache.owners import Owner
 from server.cache.specs import CacheGeometry
 from server.engine.engine import Engine
 from server.engine.events import (
+    WRONG_OWNER,
     Cancel,
     ChunkComputed,
     Event,
@@ -199,3 +201,26 @@ def test_poisoned_memory_is_never_read(model: DeepseekV4, tokenizer: Tokenizer) 
         made.engine.stop()
     assert outputs[0] == outputs[1]
     assert all(torch.isfinite(torch.tensor([lp.logprob for lp in e.output.logprobs])).all() for e in outputs[0])
+
+
+def test_a_prompt_in_memory_of_another_is_not_handed_over(harness: Harness) -> None:
+    """Stamped as somebody else's while it was computed; the memory, which is not ours, is left as it is."""
+    where, owner, other = Placement(3, (2,)), Owner(1, 1), Owner(1, 2)
+    harness.arena.owners.stamp(where, other)
+    harness.engine.submit(Prefill("room", request(70), where, 1, 1, owner))
+    failed = harness.until(Failed, "room")[-1]
+    assert failed == Failed("room", WRONG_OWNER, failed.message, "c4_kv")
+    assert failed.message == f"c4_kv: page 2 belongs to {other}, expected {owner}"
+    harness.arena.owners.clear(where, other)
+    harness.arena.owners.stamp(where, owner)
+    harness.engine.submit(Prefill("again", request(70), where, 1, 1, owner))
+    assert isinstance(harness.until(PrefillFinished, "again")[-1], PrefillFinished)
+
+
+def test_an_answer_is_not_decoded_from_memory_of_another(harness: Harness) -> None:
+    where = Placement(3, (2,))
+    harness.arena.owners.stamp(where, Owner(1, 2))
+    before = harness.arena.buffer.clone()
+    harness.engine.submit(Resume("x", request(70), where, TokenLogprob(42, 0.0), Owner(1, 1)))
+    assert harness.until(Failed, "x")[-1].component == "c4_kv"
+    assert harness.arena.buffer.equal(before)

@@ -276,6 +276,7 @@ class Pair:
         max_queue: int = 1024,
         local: bool = False,
         own_components: frozenset[str] = frozenset(),
+        faults: tuple[str, ...] = (),
         wait: bool = True,
     ) -> NodeUnderTest:
         addresses = tuple(p if isinstance(p, str) else f"127.0.0.1:{p.node.bootstrap_port}" for p in prefills)
@@ -287,7 +288,8 @@ class Pair:
             deadlines=deadlines,
             max_queue=max_queue,
         )
-        bare = _bare(geometry or make_geometry(extra_rows=2, slots=4, pages=15), 12, self.transport)
+        geometry = geometry or make_geometry(extra_rows=2, slots=4, pages=15)
+        bare = _bare(geometry, 12, self.transport, faults=faults)
         bare.node = node = DecodeNode(settings, bare.parts)
         started = await self._start(bare)
         if wait and not local:
