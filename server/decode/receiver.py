@@ -115,7 +115,7 @@ class Receiver:
         addresses: tuple[str, ...],
     ) -> None:
         deadlines = settings.deadlines
-        self.links = [PeerLink(address, self, deadlines, parts.metrics) for address in addresses]
+        self.links = [PeerLink(address, self, deadlines, parts.metrics, settings.guard) for address in addresses]
         self._owner = owner
         self._arena = parts.arena
         self._incarnation = incarnation
@@ -178,6 +178,7 @@ class Receiver:
                 "address": link.address,
                 "state": link.state,
                 "reason": link.reason,
+                "refused_field": link.refused_field,
                 "incarnation": link.theirs.incarnation if link.theirs else None,
                 "transport": transport_of(link),
                 "rooms": self.outstanding(link),
