@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from server.model.config import CheckpointError
 from server.model.loader import load_model, model_fingerprint
 from server.model.state import state_components
 from server.node.parts import NodeParts
-from server.options import NodeOptions
+from server.options import NodeOptions, Security
+from server.transfer.auth import AuthError, Guard, read_secret
 from server.transfer.deadlines import DeadlineError, parse_deadlines
 from server.transfer.engines.base import TransferEngine, TransferError, TransportMisconfigured
 from server.transfer.engines.mooncake import MooncakeEngine
@@ -41,9 +42,19 @@ from server.transfer.rooms import Deadlines
 
 log = logging.getLogger(__name__)
 
-STARTUP_ERRORS = (CheckpointError, LayoutError, TransferError, FaultError, DeadlineError, RequestFailed, OSError)
+STARTUP_ERRORS = (
+    AuthError,
+    CheckpointError,
+    LayoutError,
+    TransferError,
+    FaultError,
+    DeadlineError,
+    RequestFailed,
+    OSError,
+)
 """What a wrong option, checkpoint or port raises: told in one sentence, without a traceback."""
 
+MIN_API_KEY_CHARS = 8
 _WILDCARDS = ("0.0.0.0", "::", "")
 
 
@@ -63,10 +74,29 @@ class EngineInbox:
 
 
 @dataclass(frozen=True)
+class Keys:
+    """Who may use the node: ``api_key`` is what clients need, if any; ``guard`` is the rule for peers."""
+
+    api_key: str | None = None
+    guard: Guard = field(default_factory=Guard)
+
+
+def read_keys(security: Security) -> Keys:
+    """What the options and the files that they name say. Raises :class:`AuthError` for what protects nothing."""
+    api_key = security.api_key
+    if security.api_key_file is not None:
+        api_key = read_secret(security.api_key_file, min_chars=MIN_API_KEY_CHARS)
+    if api_key is not None and len(api_key) < MIN_API_KEY_CHARS:
+        raise AuthError(f"--api-key has {len(api_key)} characters, at least {MIN_API_KEY_CHARS} are needed")
+    return Keys(api_key, Guard.from_options(security.auth_key_file, insecure=security.insecure))
+
+
+@dataclass(frozen=True)
 class Groundwork:
     """Everything below the node, built from the options. ``spec_tokens`` is what the pools' rings can undo."""
 
     options: NodeOptions
+    keys: Keys
     runner: ModelRunner
     tokenizer: Tokenizer
     inbox: EngineInbox
@@ -82,6 +112,7 @@ class Groundwork:
             "max_context": self.max_context,
             "spec_tokens": self.spec_tokens,
             "max_queue": self.options.limits.max_queue,
+            "guard": self.keys.guard,
             "deadlines": self.deadlines,
             "facts": self._model_facts(),
         }
@@ -97,7 +128,9 @@ class Groundwork:
         }
 
 
-def lay_groundwork(role: str, options: NodeOptions, *, draft: bool = False, spec_tokens: int = 0) -> Groundwork:
+def lay_groundwork(
+    role: str, options: NodeOptions, keys: Keys | None = None, *, draft: bool = False, spec_tokens: int = 0
+) -> Groundwork:
     """What a ``prefill`` or ``decode`` node (``role``) stands on: loads the checkpoint, with its draft layer if
     ``draft``, and lays out the pools for ``spec_tokens`` draft tokens a step.
 
@@ -142,7 +175,7 @@ def lay_groundwork(role: str, options: NodeOptions, *, draft: bool = False, spec
         faults=faults,
     )
     runner = ModelRunner(model, arena)
-    return Groundwork(options, runner, tokenizer, inbox, parts, deadlines, max_context, spec_tokens)
+    return Groundwork(options, keys or Keys(), runner, tokenizer, inbox, parts, deadlines, max_context, spec_tokens)
 
 
 def _transport_factory(options: NodeOptions) -> Callable[[], TransferEngine]:

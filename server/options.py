@@ -30,6 +30,16 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Security:
+    """Who may use the node: files and keys as given, not read yet."""
+
+    auth_key_file: Path | None
+    insecure: bool
+    api_key: str | None
+    api_key_file: Path | None
+
+
+@dataclass(frozen=True)
 class NodeOptions:
     """Parsed options that both nodes have. Sizes are counts; tokens, pages and slots as named."""
 
@@ -49,6 +59,7 @@ class NodeOptions:
     port: int
     transport: str
     transfer_host: str
+    security: Security
     limits: Limits
     faults: tuple[str, ...]
     log_level: str
@@ -74,6 +85,7 @@ class NodeOptions:
             port=args.port,
             transport=args.transport,
             transfer_host=args.transfer_host or args.host,
+            security=Security(args.auth_key_file, args.insecure, args.api_key, args.api_key_file),
             limits=Limits(args.max_queue, tuple(args.deadline), args.drain_timeout),
             faults=tuple(args.fault),
             log_level=args.log_level,
@@ -125,6 +137,7 @@ def node_parser(prog: str, description: str, *, port: int) -> argparse.ArgumentP
         help="address at which the peers reach this node's Mooncake endpoint (default: --host)",
     )
 
+    _add_security(parser)
     _add_limits(parser)
 
     testing = parser.add_argument_group("testing and logs")
@@ -159,6 +172,37 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="after SIGTERM or SIGINT: time for what is under way; a second signal ends at once",
     )
+
+
+def _add_security(parser: argparse.ArgumentParser) -> None:
+    security = parser.add_argument_group("security (the data plane has none: see README.md)")
+    peers = security.add_mutually_exclusive_group()
+    peers.add_argument(
+        "--auth-key-file",
+        type=Path,
+        metavar="FILE",
+        help="secret that prefill and decode nodes share; encrypts and authenticates the control connection (without "
+        "it only peers on this machine are used). To make one: (umask 077 && openssl rand -hex 32 > FILE)",
+    )
+    peers.add_argument(
+        "--insecure", action="store_true", help="use peers of other machines without a key: trust the network"
+    )
+    clients = security.add_mutually_exclusive_group()
+    clients.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="clients must send it as a Bearer token, except to /health, /ready and /metrics (the process list shows "
+        "it: rather use --api-key-file)",
+    )
+    clients.add_argument("--api-key-file", type=Path, metavar="FILE", help="the same, from a file")
+
+
+def peer_address(text: str) -> str:
+    """``host:port`` of a prefill node, as an option's type. IPv6 addresses stand in brackets."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:BOOTSTRAP_PORT")
+    return text
 
 
 def _seconds(text: str) -> float:

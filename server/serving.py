@@ -76,7 +76,7 @@ async def serve(node: Node, ground: Groundwork, *, spec_tokens: int = 0, cold_dr
     listener = _listen(options.host, options.port)
     host, port = listener.getsockname()[:2]
     config = uvicorn.Config(
-        create_app(node, ground.parts.metrics.registry, version=__version__),
+        create_app(node, ground.parts.metrics.registry, version=__version__, api_key=ground.keys.api_key),
         log_level=options.log_level,
         access_log=options.log_level == "debug",
         timeout_graceful_shutdown=_SHUTDOWN_S,

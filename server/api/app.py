@@ -9,7 +9,7 @@ from server.api.chat import chat_router
 from server.api.completions import completions_router
 from server.api.errors import install_error_handlers
 from server.api.info import info_router, models_router
-from server.api.middleware import BodyLimit, ResponseCount
+from server.api.middleware import ApiKey, BodyLimit, ResponseCount
 from server.engine.request import Backend, RequestFailed
 
 MAX_BODY_NBYTES = 8 << 20
@@ -17,11 +17,17 @@ PREFILL_ROLE = "prefill"
 
 
 def create_app(
-    backend: Backend, registry: CollectorRegistry, *, max_body_nbytes: int = MAX_BODY_NBYTES, version: str = "0.1.0"
+    backend: Backend,
+    registry: CollectorRegistry,
+    *,
+    max_body_nbytes: int = MAX_BODY_NBYTES,
+    version: str = "0.1.0",
+    api_key: str | None = None,
 ) -> FastAPI:
     """The routes for ``backend``: all of them, or health and information alone where its role is ``prefill``.
 
     ``registry`` is what ``/metrics`` shows; the count of HTTP answers is added to it, so it takes one app.
+    ``api_key`` is what clients must send, if any.
     """
     app = FastAPI(
         title="dsv4-pd-server",
@@ -30,6 +36,8 @@ def create_app(
     )
     install_error_handlers(app)
     app.add_middleware(BodyLimit, max_nbytes=max_body_nbytes)
+    if api_key is not None:
+        app.add_middleware(ApiKey, key=api_key)
     app.add_middleware(ResponseCount, registry=registry)
     app.include_router(info_router(backend, registry))
     if backend.role == PREFILL_ROLE:

@@ -1,10 +1,44 @@
-"""What wraps every HTTP request: a limit on its body and a count of its answer."""
+"""What wraps every HTTP request: the key it needs, a limit on its body and a count of its answer."""
 
 from __future__ import annotations
+
+import hmac
 
 from prometheus_client import CollectorRegistry, Counter
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.api.errors import error_body, error_response
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""For probes and scrapers, which seldom have keys. They tell states and counts, nothing that a client has said."""
+
+
+class ApiKey:
+    """Refuses requests without ``Authorization: Bearer`` and the key with 401, except to :data:`OPEN_PATHS`."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._admits(scope):
+            await self._app(scope, receive, send)
+            return
+        message = "This server wants an API key: send it in the header 'Authorization: Bearer KEY'."
+        if any(name == b"authorization" for name, _ in scope["headers"]):
+            message = "Incorrect API key provided."
+        body = error_body(message, status=401, code="invalid_api_key")
+        await error_response(body, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+
+    def _admits(self, scope: Scope) -> bool:
+        """Takes the same time whatever is wrong with the key."""
+        given = b""
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                given = value
+        scheme, _, key = given.partition(b" ")
+        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
 
 
 class BodyLimit:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from server.cache.specs import DRAFT
 from server.decode.node import DecodeNode
 from server.decode.settings import DecodeSettings
-from server.launch import check_transfer_host, lay_groundwork, run
-from server.options import NodeOptions, node_parser
+from server.launch import check_transfer_host, lay_groundwork, read_keys, run
+from server.options import NodeOptions, node_parser, peer_address
 from server.serving import serve
+from server.transfer.engines.exposure import warn_of_data_plane
 
 DEFAULT_PORT = 30001
 MAX_SPEC_TOKENS = 8
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where.add_argument(
         "--prefill",
         action="append",
+        type=peer_address,
         metavar="HOST:BOOTSTRAP_PORT",
         help="a prefill node to take state from (repeatable)",
     )
@@ -50,10 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     peers = None if args.local_prefill else tuple(args.prefill)
 
     async def start() -> int:
+        keys = read_keys(options.security)
         if peers is not None:
             check_transfer_host(options)
+            keys.guard.check_peers(peers)
+            warn_of_data_plane()
         k, cold = args.spec_tokens, args.draft_state == "recompute"
-        ground = lay_groundwork("decode", options, draft=k > 0, spec_tokens=k)
+        ground = lay_groundwork("decode", options, keys, draft=k > 0, spec_tokens=k)
         own = frozenset({DRAFT}) if cold else frozenset()
         settings = DecodeSettings(**ground.settings(), prefill=peers, own_components=own)
         return await serve(DecodeNode(settings, ground.parts), ground, spec_tokens=k, cold_draft=cold)

@@ -117,7 +117,9 @@ class Receiver:
     ) -> None:
         deadlines = settings.deadlines
         outbox = Outbox(parts.faults)
-        self.links = [PeerLink(address, self, deadlines, parts.metrics, outbox) for address in addresses]
+        self.links = [
+            PeerLink(address, self, deadlines, parts.metrics, settings.guard, outbox) for address in addresses
+        ]
         self._owner = owner
         self._arena = parts.arena
         self._incarnation = incarnation
@@ -180,6 +182,7 @@ class Receiver:
                 "address": link.address,
                 "state": link.state,
                 "reason": link.reason,
+                "refused_field": link.refused_field,
                 "incarnation": link.theirs.incarnation if link.theirs else None,
                 "transport": transport_of(link),
                 "rooms": self.outstanding(link),

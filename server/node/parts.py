@@ -10,6 +10,7 @@ from server.cache.allocator import Allocator
 from server.cache.arena import Arena
 from server.engine.events import Command
 from server.engine.request import SamplingParams, TokenizerLike
+from server.transfer.auth import Guard
 from server.transfer.engines.base import TransferEngine
 from server.transfer.faults import FaultSet
 from server.transfer.manifest import ModelIdentity
@@ -40,7 +41,7 @@ class NodeParts:
 class NodeSettings:
     """What both roles are told. ``max_context`` is in tokens, ``spec_tokens`` in draft tokens of one step.
 
-    ``max_queue`` is how many requests may wait for a slot and pages.
+    ``max_queue`` is how many requests may wait for a slot and pages. ``guard`` says who may be a peer.
 
     ``facts`` about the model are shown in ``/server_info``.
     """
@@ -49,6 +50,7 @@ class NodeSettings:
     max_context: int
     spec_tokens: int = 0
     max_queue: int = 1024
+    guard: Guard = field(default_factory=Guard)
     facts: Mapping[str, Any] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
 
@@ -65,6 +67,7 @@ def common_info(role: str, incarnation: str, settings: NodeSettings, parts: Node
         "dtype": parts.identity.dtype,
         "page_size": parts.arena.layout.page_size,
         **settings.facts,
+        "control_plane_takes": settings.guard.rule,
         "faults": [str(fault) for fault in parts.faults.faults],
         "allocator": parts.allocator.counts(),
     }

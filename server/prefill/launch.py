@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from server.launch import check_transfer_host, lay_groundwork, run
+from server.launch import check_transfer_host, lay_groundwork, read_keys, run
 from server.model.loader import has_draft
 from server.options import NodeOptions, node_parser
 from server.prefill.node import PrefillNode, PrefillSettings
 from server.serving import serve
+from server.transfer.engines.exposure import warn_of_data_plane
 
 DEFAULT_PORT = 30000
 DEFAULT_BOOTSTRAP_PORT = 8998
@@ -36,8 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     async def start() -> int:
         check_transfer_host(options)
+        keys = read_keys(options.security)
+        warn_of_data_plane()
         draft = has_draft(options.model) if args.draft is None else args.draft == "on"
-        ground = lay_groundwork("prefill", options, draft=draft)
+        ground = lay_groundwork("prefill", options, keys, draft=draft)
         settings = PrefillSettings(**ground.settings(), bootstrap_host=options.host, bootstrap_port=args.bootstrap_port)
         return await serve(PrefillNode(settings, ground.parts), ground)
 

@@ -90,7 +90,7 @@ class PrefillNode:
         )
         self._desk = desk
         self._bootstrap = bootstrap = Bootstrap(
-            manifest, desk, self._settings.deadlines, parts.metrics, Outbox(parts.faults)
+            manifest, desk, self._settings.deadlines, parts.metrics, self._settings.guard, Outbox(parts.faults)
         )
         await bootstrap.start(self._settings.bootstrap_host, self._settings.bootstrap_port)
         self._ticker = ticker = asyncio.create_task(self._tick_for_ever(desk), name="prefill ticker")
@@ -157,6 +157,7 @@ class PrefillNode:
         return common_info(self.role, self.incarnation, self._settings, self._parts) | {
             "bootstrap_port": self.bootstrap_port,
             "waiting": desk.n_waiting if desk is not None else 0,
+            "refused": self._bootstrap.refused() if self._bootstrap is not None else [],
             "peers": [{"incarnation": peer.incarnation, "session": peer.manifest.session} for peer in targets],
         }
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from typing import Protocol
 
 import zmq
 import zmq.asyncio
+from msgspec import structs
 
 from server.cache.layout import ArenaLayout
-from server.transfer.manifest import PROTOCOL_VERSION, Manifest, Mismatch, compare
+from server.transfer.auth import Gatekeeper, Guard
+from server.transfer.handshake import Wire, end_wire_events, wire_events
+from server.transfer.manifest import PEERS, PROTOCOL_VERSION, Manifest, Mismatch, compare, refusal_label
 from server.transfer.metrics import NodeMetrics
 from server.transfer.outbox import Outbox
 from server.transfer.protocol import (
@@ -29,13 +33,23 @@ from server.transfer.protocol import (
     clip,
     decode,
 )
+from server.transfer.quiet import Quiet
 from server.transfer.rooms import Deadlines, Failure, Heartbeat
 
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 64
 TICK_S = 0.25
-_HIGH_WATER_MARK = 10_000
+_SENT_AT_MOST, _RECEIVED_AT_MOST = 10_000, 64
+"""Frames of one peer that wait in ZMQ. The second, with the frames' size cap, bounds memory: the peer has to wait."""
+_REFUSED_REMEMBERED = 16
+_HANDSHAKES = {
+    Wire.WRONG_KEY: "key",
+    Wire.WRONG_MECHANISM: "mechanism",
+    Wire.NOT_ZMQ: "protocol",
+    Wire.BROKEN_OFF: "broken_off",
+}
+"""Connections that never came to a frame, as the metrics call them; ``address`` and ``key`` are the Gatekeeper's."""
 
 
 class DecodePeer:
@@ -75,6 +89,7 @@ class Bootstrap:
         handler: BootstrapHandler,
         deadlines: Deadlines,
         metrics: NodeMetrics,
+        guard: Guard | None = None,
         outbox: Outbox | None = None,
     ) -> None:
         self.manifest = manifest
@@ -83,8 +98,12 @@ class Bootstrap:
         self._handler = handler
         self._deadlines = deadlines
         self._metrics = metrics
+        self._guard = guard or Guard()
+        self._refused: deque[dict[str, str]] = deque(maxlen=_REFUSED_REMEMBERED)
+        self._quiet = Quiet(log)
         self._outbox = outbox or Outbox()
         self._context = zmq.asyncio.Context()
+        self._gatekeeper = Gatekeeper(self._context, self._guard, self._on_not_admitted)
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -93,11 +112,17 @@ class Bootstrap:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
-        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.SNDHWM, _SENT_AT_MOST)
+        self._socket.setsockopt(zmq.RCVHWM, _RECEIVED_AT_MOST)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._guard.secure_prefill(self._socket)
+        self._tasks = [
+            asyncio.create_task(self._gatekeeper.run(), name="gatekeeper"),
+            asyncio.create_task(self._watch_handshakes(self._socket), name="bootstrap handshakes"),
+        ]
         self._socket.bind(f"tcp://{host}:{port}")
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
-        self._tasks = [
+        self._tasks += [
             asyncio.create_task(self._receive(self._socket), name="bootstrap receive"),
             asyncio.create_task(self._watch(), name="bootstrap watch"),
         ]
@@ -112,8 +137,14 @@ class Bootstrap:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._socket is not None:
+            end_wire_events(self._socket)
             self._socket.close()
+        self._gatekeeper.close()
         self._context.term()
+
+    def refused(self) -> list[dict[str, str]]:
+        """The last decode nodes that were refused, each with the field and both values."""
+        return list(self._refused)
 
     def send(self, peer: DecodePeer, message: AnyMessage) -> None:
         """Queues a message for ``peer``; it is lost if the peer is.
@@ -133,6 +164,7 @@ class Bootstrap:
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             frames = await socket.recv_multipart()
+            self._metrics.received()
             try:
                 self._on_frames(frames)
             except Exception:
@@ -150,7 +182,7 @@ class Bootstrap:
             self._metrics.dropped(error.kind)
             log.debug("dropped a control frame: %s", error)
             if isinstance(error, VersionMismatch):
-                self._send(routing_id, Refused("protocol_version", str(PROTOCOL_VERSION), str(error.theirs)))
+                self._refuse(routing_id, "", Mismatch("protocol_version", str(PROTOCOL_VERSION), str(error.theirs)))
             return
         match message:
             case Register():
@@ -166,15 +198,15 @@ class Bootstrap:
         mismatch = compare(self.manifest, theirs)
         known = self.peers.get(theirs.incarnation)
         if mismatch is None and known is None and len(self.peers) >= MAX_PEERS:
-            mismatch = Mismatch("peers", f"at most {MAX_PEERS}", "one more")
+            mismatch = Mismatch(PEERS, f"at most {MAX_PEERS}", "one more")
+        if mismatch is None and known is not None and known.routing_id != routing_id:
+            mismatch = Mismatch("incarnation", "registered over another connection", theirs.incarnation)
         if mismatch is not None:
-            log.warning("refused decode %s: %s", theirs.incarnation[:8], mismatch)
             self._metrics.dropped("refused")
-            self._send(routing_id, Refused(mismatch.field, clip(mismatch.ours), clip(mismatch.theirs)))
+            self._refuse(routing_id, theirs.incarnation, mismatch)
             return
         now = time.monotonic()
         if known is not None and known.manifest == theirs:
-            known.routing_id = routing_id
             known.heartbeat.heard(now)
             self._send(routing_id, Registered(self.manifest, resumed=True))
             return
@@ -185,6 +217,30 @@ class Bootstrap:
         self.peers[theirs.incarnation] = peer
         log.info("registered %s", peer)
         self._send(routing_id, Registered(self.manifest, resumed=False))
+
+    def _refuse(self, routing_id: bytes, incarnation: str, mismatch: Mismatch) -> None:
+        refusal = Refused(clip(mismatch.field, 256), clip(mismatch.ours), clip(mismatch.theirs))
+        self._quiet.warning(mismatch.field, f"refused decode {incarnation[:8]}: {mismatch}")
+        self._metrics.refused(refusal_label(mismatch.field))
+        self._refused.append({"incarnation": incarnation, **structs.asdict(refusal)})
+        self._send(routing_id, refusal)
+
+    def _on_not_admitted(self, address: str) -> None:
+        reason = "address" if self._guard.keys is None else "key"
+        self._metrics.handshake_refused(reason)
+        hint = "it has another key" if reason == "key" else "only this machine may connect without --auth-key-file"
+        self._quiet.warning(reason, f"did not let a peer at {address} in: {hint}")
+
+    async def _watch_handshakes(self, socket: zmq.asyncio.Socket) -> None:
+        async for event in wire_events(socket):
+            reason = _HANDSHAKES.get(event)
+            if reason is not None:
+                self._metrics.handshake_refused(reason)
+            if event is Wire.WRONG_KEY:
+                self._quiet.warning(event, "did not let a peer in: it has another key")
+            elif event is Wire.WRONG_MECHANISM:
+                whose = "this node has a key and the peer has none, or the other way round"
+                self._quiet.warning(event, f"did not let a peer in: {whose}")
 
     def _on_ping(self, routing_id: bytes, ping: Ping) -> None:
         peer = self.peers.get(ping.decode)

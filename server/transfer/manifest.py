@@ -18,6 +18,8 @@ PROTOCOL_VERSION = 1
 """Raised whenever a message changes. Peers of different versions refuse each other."""
 
 ABSENT = "absent"
+AUTH, PEERS = "auth", "peers"
+"""What a refusal names beside the fields of a manifest: the key or the address of a peer; their number."""
 
 Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 ShortText = Annotated[str, Meta(max_length=256)]
@@ -192,6 +194,15 @@ def compare(ours: Manifest, theirs: Manifest) -> Mismatch | None:
         if mine != other:
             return Mismatch(field, str(mine), str(other))
     return _compare_components(ours, theirs) or _check_bounds(ours, theirs)
+
+
+def refusal_label(field: str) -> str:
+    """``field`` of a refusal as a label of the metrics: ``other`` for names that only the peer has chosen."""
+    known = {AUTH, PEERS, *(f.name for f in msgspec.structs.fields(Manifest))}
+    head, *rest = field.split(".")
+    parts = {f.name for f in msgspec.structs.fields(ComponentEntry)}
+    is_ours = not rest or (head == "components" and rest[0] in LIVE_RULES and parts.issuperset(rest[1:]))
+    return field if head in known and is_ours else "other"
 
 
 def _compare_components(ours: Manifest, theirs: Manifest) -> Mismatch | None:

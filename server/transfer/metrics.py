@@ -48,6 +48,21 @@ class NodeMetrics:
             ["reason"],
             registry=registry,
         )
+        self._received = Counter(
+            "pd_control_frames_received", "Control frames that arrived, obeyed or dropped.", registry=registry
+        )
+        self._refusals = Counter(
+            "pd_peer_refusals",
+            "Peers refused, by the field of the manifest that differs.",
+            ["field"],
+            registry=registry,
+        )
+        self._handshakes = Counter(
+            "pd_control_handshakes_refused",
+            "Connections to the bootstrap port that came to nothing, by why (address, key, mechanism, ...).",
+            ["reason"],
+            registry=registry,
+        )
         self._fences = Counter(
             "pd_fences", "Transport sessions closed to make quarantined memory safe.", registry=registry
         )
@@ -98,6 +113,15 @@ class NodeMetrics:
         """Counts a failure that a check found; any other is left out."""
         if failure.check:
             self._checks.labels(failure.check, failure.component).inc()
+
+    def received(self) -> None:
+        self._received.inc()
+
+    def refused(self, field: str) -> None:
+        self._refusals.labels(field).inc()
+
+    def handshake_refused(self, reason: str) -> None:
+        self._handshakes.labels(reason).inc()
 
     def fenced(self) -> None:
         self._fences.inc()

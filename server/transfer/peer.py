@@ -1,4 +1,4 @@
-"""The decode node's side of one control connection: a DEALER socket to one prefill node, kept registered for ever."""
+"""The decode node's side of one control connection, to one prefill node, kept registered for ever."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import logging
 import time
 from typing import Protocol
 
-import zmq
-import zmq.asyncio
-
-from server.transfer.bootstrap import TICK_S, post
-from server.transfer.manifest import Manifest, Mismatch, compare
+from server.transfer.auth import Guard
+from server.transfer.bootstrap import TICK_S
+from server.transfer.dialer import Dialer
+from server.transfer.handshake import Finding
+from server.transfer.manifest import AUTH, Manifest, Mismatch, compare, refusal_label
 from server.transfer.metrics import NodeMetrics
 from server.transfer.outbox import Outbox
 from server.transfer.protocol import (
-    MAX_FRAME_NBYTES,
     AnyMessage,
     FromPrefill,
     PeerMessage,
@@ -76,24 +75,27 @@ class PeerLink:
         host: PeerHost,
         deadlines: Deadlines,
         metrics: NodeMetrics,
+        guard: Guard | None = None,
         outbox: Outbox | None = None,
     ) -> None:
         self.address = address
         self.state = PeerState.CONNECTING
         self.reason = f"{address} has not answered yet"
+        self.refused_field = ""
         self.ours: Manifest | None = None
         self.theirs: Manifest | None = None
         self._host = host
-        self._context = zmq.asyncio.Context()
         self._deadlines = deadlines
         self._metrics = metrics
         self._outbox = outbox or Outbox()
-        self._socket: zmq.asyncio.Socket | None = None
+        self._dialer = Dialer(address, guard or Guard(), deadlines, self._receive, self._on_trouble)
         self._heartbeat = Heartbeat(deadlines.peer_s, time.monotonic())
         self._changed = asyncio.Event()
         self._lost: Failure | None = None
+        self._why_lost = ""
         self._back_by = 0.0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._heard = float("-inf")
+        self._task: asyncio.Task[None] | None = None
 
     @property
     def registered(self) -> bool:
@@ -107,25 +109,20 @@ class PeerLink:
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """What the connection cannot live without."""
-        return self._tasks
+        return [*([self._task] if self._task is not None else []), *self._dialer.tasks]
 
     def start(self) -> None:
-        self._tasks.append(asyncio.create_task(self._run(), name=f"peer {self.address}"))
+        self._task = asyncio.create_task(self._run(), name=f"peer {self.address}")
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._disconnect()
-        self._context.term()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._dialer.end()
 
     def send(self, message: AnyMessage) -> None:
         """Queues a message; it is lost if the connection is. Raises :class:`ProtocolError` for one over its cap."""
-        self._outbox.send(message, self._put)
-
-    def _put(self, frame: bytes) -> None:
-        if self._socket is not None:
-            post(self._socket, [frame])
+        self._outbox.send(message, self._dialer.send)
 
     def lose(self, failure: Failure) -> None:
         """Ends the registration of a living peer: its rooms fail, its session is fenced, a new registration begins."""
@@ -154,7 +151,8 @@ class PeerLink:
         failure = self._lost or Failure("peer_lost", f"prefill {self.address} is lost", 502)
         log.warning("%s", failure.reason)
         self.state, self.reason, self.theirs = PeerState.CONNECTING, failure.reason, None
-        self._disconnect()
+        self._why_lost = failure.reason
+        self._dialer.close()
         try:
             self._host.on_lost(self, failure)
             await self._host.fence(self)
@@ -164,15 +162,36 @@ class PeerLink:
     async def _register(self, ours: Manifest) -> None:
         """Connects and repeats ``Register`` until it is accepted, also after a refusal: the peer may be restarted."""
         self._lost = None
-        self._connect()
-        resend = Resend(_REGISTER_FIRST_S, _REGISTER_CAP_S, time.monotonic())
+        self._dialer.open()
         self.send(Register(ours))
+        resend, opened = self._register_again(), time.monotonic()
         while not self.registered:
             await self._wait_for_change(_REGISTER_FIRST_S)
-            if not self.registered and resend.due(time.monotonic()):
+            now = time.monotonic()
+            if self._must_open_again(now - opened, now - max(opened, self._heard)):
+                self._dialer.open()
+                resend, opened = self._register_again(), now
+            if not self.registered and resend.due(now):
                 self.send(Register(ours))
         log.info("registered with prefill %s", self.address)
+        self._why_lost = ""
         self._host.on_registered(self)
+
+    def _register_again(self) -> Resend:
+        return Resend(_REGISTER_FIRST_S, _REGISTER_CAP_S, time.monotonic())
+
+    def _must_open_again(self, opened_s: float, silent_s: float) -> bool:
+        """Whether ZMQ has given up, or the phase connect or register is over its deadline; then the reason says so."""
+        if self.registered:
+            return False
+        is_connected, register_s = self._dialer.connected, self._deadlines.register_s
+        if silent_s <= (register_s if is_connected else self._deadlines.connect_s):
+            return self._dialer.given_up and opened_s > _REGISTER_CAP_S
+        if is_connected:
+            self._explain(f"prefill {self.address} is connected, but did not answer Register within {register_s:g} s")
+        else:
+            self._dialer.look()
+        return True
 
     async def _live_until_lost(self) -> None:
         self._heartbeat = Heartbeat(self._deadlines.peer_s, time.monotonic())
@@ -195,33 +214,14 @@ class PeerLink:
             return
         self._changed.clear()
 
-    def _connect(self) -> None:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 200)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        socket.connect(f"tcp://{self.address}")
-        self._socket = socket
-        self._tasks.append(asyncio.create_task(self._receive(socket), name=f"receive {self.address}"))
-
-    def _disconnect(self) -> None:
-        for task in self._tasks[1:]:
-            task.cancel()
-        del self._tasks[1:]
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            frames = await socket.recv_multipart()
-            try:
-                self._on_frames(frames)
-            except Exception:
-                log.exception("a control message of prefill %s could not be handled", self.address)
-                self._metrics.dropped("error")
+    def _receive(self, frames: list[bytes]) -> None:
+        self._metrics.received()
+        self._heard = time.monotonic()
+        try:
+            self._on_frames(frames)
+        except Exception:
+            log.exception("a control message of prefill %s could not be handled", self.address)
+            self._metrics.dropped("error")
 
     def _on_frames(self, frames: list[bytes]) -> None:
         if len(frames) != 1:
@@ -232,14 +232,15 @@ class PeerLink:
         except ProtocolError as error:
             self._metrics.dropped(error.kind)
             if isinstance(error, VersionMismatch):
-                self._refuse(f"prefill {self.address}: {error}")
+                self._refuse("protocol_version", f"prefill {self.address}: {error}")
             return
         match message:
             case Registered():
                 self._on_registered(message)
             case Refused():
-                theirs = f"prefill has {message.ours}, decode has {message.theirs}"
-                self._refuse(f"prefill {self.address} refused this decode node: {message.field} differs: {theirs}")
+                values = f"prefill has {message.ours}, decode has {message.theirs}"
+                words = f"prefill {self.address} refused this decode node: {message.field} differs: {values}"
+                self._refuse(message.field, words)
             case Pong():
                 self._on_pong(message)
             case PeerMessage():
@@ -257,10 +258,10 @@ class PeerLink:
         mismatch: Mismatch | None = compare(self.ours, message.manifest)
         if mismatch is not None:
             values = f"prefill has {mismatch.theirs}, decode has {mismatch.ours}"
-            self._refuse(f"decode refuses prefill {self.address}: {mismatch.field} differs: {values}")
+            self._refuse(mismatch.field, f"decode refuses prefill {self.address}: {mismatch.field} differs: {values}")
             return
         self.theirs = message.manifest
-        self.state, self.reason = PeerState.REGISTERED, ""
+        self.state, self.reason, self.refused_field = PeerState.REGISTERED, "", ""
         self._changed.set()
 
     def _on_pong(self, pong: Pong) -> None:
@@ -288,7 +289,23 @@ class PeerLink:
             self._heartbeat.heard(time.monotonic())
             self._host.on_message(self, message)
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, field: str, reason: str) -> None:
         if not self.registered and self.reason != reason:
             log.warning("%s", reason)
-            self.state, self.reason, self._back_by = PeerState.REFUSED, reason, 0.0
+            self._metrics.refused(refusal_label(field))
+            self.state, self.reason, self.refused_field, self._back_by = PeerState.REFUSED, reason, field, 0.0
+
+    def _on_trouble(self, finding: Finding) -> None:
+        """There is no connection: a verdict of the process that was connected before is void."""
+        if self.registered or self.state is PeerState.REGISTERED:
+            return
+        if finding.refused:
+            self._refuse(AUTH, finding.reason)
+        else:
+            self._explain(finding.reason)
+
+    def _explain(self, reason: str) -> None:
+        words = f"{self._why_lost}; now: {reason}" if self._why_lost else reason
+        if self.reason != words:
+            log.warning("%s", words)
+            self.state, self.reason, self.refused_field = PeerState.CONNECTING, words, ""

@@ -324,6 +324,6 @@ def unpack_tokens(data: bytes) -> tuple[int, ...]:
     return tuple(np.frombuffer(data, dtype="<i4").tolist())
 
 
-def clip(reason: str) -> str:
-    """A reason string cut to what the wire carries."""
-    return reason if len(reason) <= 1000 else reason[:997] + "..."
+def clip(text: str, most: int = 1000) -> str:
+    """A text cut to the ``most`` characters that the wire carries of it."""
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -35,7 +35,8 @@ class Deadlines:
     """How long each phase may stay silent, in seconds, counted from the last sign of life in it.
 
     - ``peer_s``: no frame from a peer -> it is lost (pings every ``ping_s``).
-    - ``connect_s``: a living peer registers anew (restart, fence); until then D's queue waits for it.
+    - ``connect_s``: no connection to a peer; a living peer registers anew (restart, fence), until then D's queue waits
+      for it. ``register_s``: a connected peer does not answer ``Register``.
     - ``admission_s``: D's own queue does not move. ``reserve_s``: P does not answer a ``Reserve``.
     - ``queued_s``, ``prefill_s``, ``transfer_s``: D hears nothing of the room, or P's queue, engine or sender does not
       move.
@@ -47,6 +48,7 @@ class Deadlines:
     peer_s: float = 3.5
     ping_s: float = 1.0
     connect_s: float = 5.0
+    register_s: float = 5.0
     admission_s: float = 120.0
     reserve_s: float = 10.0
     queued_s: float = 60.0

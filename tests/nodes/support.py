@@ -44,6 +44,7 @@ from server.engine.events import (
 from server.engine.request import FinishReason, GenerationRequest, SamplingParams, TokenLogprob, TokenOutput
 from server.node.parts import NodeParts
 from server.prefill.node import PrefillNode, PrefillSettings
+from server.transfer.auth import Guard
 from server.transfer.engines.base import TransferEngine
 from server.transfer.engines.loopback import LoopbackEngine
 from server.transfer.faults import FaultSet
@@ -260,9 +261,17 @@ class Pair:
         deadlines: Deadlines = FAST,
         max_queue: int = 1024,
         make_transport: Callable[[], TransferEngine] | None = None,
+        guard: Guard | None = None,
+        host: str = "127.0.0.1",
     ) -> NodeUnderTest:
         settings = PrefillSettings(
-            model_name="fake", max_context=4096, bootstrap_port=port, deadlines=deadlines, max_queue=max_queue
+            model_name="fake",
+            max_context=4096,
+            bootstrap_host=host,
+            bootstrap_port=port,
+            guard=guard or Guard(),
+            deadlines=deadlines,
+            max_queue=max_queue,
         )
         bare = _bare(geometry or make_geometry(), 11, make_transport or self.transport, identity, faults)
         bare.node = PrefillNode(settings, bare.parts)
@@ -277,6 +286,7 @@ class Pair:
         local: bool = False,
         own_components: frozenset[str] = frozenset(),
         faults: tuple[str, ...] = (),
+        guard: Guard | None = None,
         wait: bool = True,
     ) -> NodeUnderTest:
         addresses = tuple(p if isinstance(p, str) else f"127.0.0.1:{p.node.bootstrap_port}" for p in prefills)
@@ -285,6 +295,7 @@ class Pair:
             max_context=4096,
             prefill=None if local else addresses,
             own_components=own_components,
+            guard=guard or Guard(),
             deadlines=deadlines,
             max_queue=max_queue,
         )

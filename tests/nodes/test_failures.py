@@ -342,9 +342,9 @@ async def test_a_control_connection_that_breaks_and_comes_back_loses_no_room(pai
     generation = d.node.submit(request(300))
     await until(lambda: next(iter(d.node._desk.works.values())).room.phase == "prefill")
     link = d.node._desk.receiver.links[0]
-    link._socket.disconnect(f"tcp://{link.address}")
+    link._dialer.socket.disconnect(f"tcp://{link.address}")
     await asyncio.sleep(0.3)
-    link._socket.connect(f"tcp://{link.address}")
+    link._dialer.socket.connect(f"tcp://{link.address}")
     p.engine.gate.set()
     assert [t async for o in generation for t in o.token_ids] == expected(request(300))
     assert d.metric("pd_fences_total") == 0

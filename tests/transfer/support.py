@@ -43,6 +43,7 @@ def make_geometry(
 def make_manifest(
     role: Literal["prefill", "decode"],
     geometry: CacheGeometry | None = None,
+    /,
     *,
     session: str = "",
     incarnation: str | None = None,

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Callable
 from typing import NewType, Protocol
+
+from server.transfer.engines.exposure import ports_on_all_interfaces
+
+log = logging.getLogger(__name__)
 
 
 class PieceStatus(enum.StrEnum):
@@ -106,4 +111,6 @@ def open_registered(make_engine: Callable[[], TransferEngine], ptr: int, nbytes:
     except Exception:
         engine.close()
         raise
+    if engine.kind != "loopback":
+        log.info("transfer endpoint %s; ports open on all interfaces: %s", engine.session, ports_on_all_interfaces())
     return engine

@@ -1,0 +1,80 @@
+"""Two real processes with a shared key: served with it, refused without it, and the client is told why."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.processes import ProcessPair, decode_process, process_pair, until
+
+API_KEY = "sk-of-the-test"
+KNOWN_S = 1.0
+"""From the moment that the decode node answers at all until it knows that its key is wrong."""
+
+
+def key_file(directory: Path, name: str, secret: str) -> str:
+    path = directory / name
+    path.write_text(secret)
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPair]:
+    directory = tmp_path_factory.mktemp("auth")
+    key = ("--auth-key-file", key_file(directory, "pd.key", "k" * 64))
+    with process_pair(directory, key, (*key, "--api-key-file", key_file(directory, "api.key", API_KEY))) as pair:
+        yield pair
+
+
+def complete(url: str, key: str | None = None) -> httpx.Response:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    body = {"prompt": [20, 30, 40], "max_tokens": 2}
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=30)
+
+
+def test_the_pair_serves_whoever_has_the_api_key(pair: ProcessPair) -> None:
+    assert complete(pair.d.url).status_code == 401
+    answer = complete(pair.d.url, API_KEY)
+    assert answer.status_code == 200
+    assert answer.headers["x-pd-prefill"] == pair.address
+    assert pair.d.http.get("/server_info").status_code == 401
+    assert pair.p.info()["control_plane_takes"] == "key"
+
+
+@pytest.mark.parametrize(
+    ("secret", "words"), [("x" * 64, "has another key"), (None, "wants a key")], ids=["another key", "no key"]
+)
+def test_a_decode_node_without_the_key_tells_its_clients(
+    pair: ProcessPair, tmp_path: Path, secret: str | None, words: str
+) -> None:
+    key = () if secret is None else ("--auth-key-file", key_file(tmp_path, "other.key", secret))
+    stranger = decode_process(tmp_path, "--prefill", pair.address, *key)
+    stranger.start()
+    try:
+        stranger.wait_for("/health")
+        started = time.monotonic()
+        until(lambda: stranger.info()["peers"][0]["state"] == "refused", KNOWN_S, "the peer is refused")
+        answer = complete(stranger.url)
+        assert time.monotonic() - started < KNOWN_S
+        assert answer.status_code == 503
+        assert words in answer.json()["error"]["message"]
+        assert complete(pair.d.url, API_KEY).status_code == 200
+        reasons = [name for name in pair.p.metrics() if name.startswith("pd_control_handshakes_refused_total")]
+        assert reasons
+    finally:
+        stranger.close()
+
+
+def test_the_log_says_what_the_data_plane_does_not_protect_and_which_ports_are_open(pair: ProcessPair) -> None:
+    for node in (pair.p, pair.d):
+        log = node.log.read_text()
+        assert "the data plane is not protected" in log
+        (ports, *_) = re.findall(r"ports open on all interfaces: \[(.+?)\]", log)
+        assert all(15000 <= int(port) <= 17000 for port in ports.split(", "))
+        assert len(ports.split(", ")) >= 2, "Mooncake has two"
