@@ -82,8 +82,8 @@ class Cleaned:
 
 
 PrefillEvent = (
-    Reserve | Abort | Committed | Rejected | GivenUp | Paired | Admitted | QueueMoved | Advanced | Computed | EngineIdle | Pushed
-    | BatchEnded | SenderGone | Cleaned | PeerLost | Tick
+    Reserve | Abort | Committed | Rejected | GivenUp | Paired | Admitted | QueueMoved | Advanced | Computed | EngineIdle
+    | Pushed | BatchEnded | SenderGone | Cleaned | PeerLost | Tick
 )  # fmt: skip
 
 

@@ -48,6 +48,7 @@ from server.transfer.protocol import (
     RoutedRequest,
     Sent,
     Timings,
+    Waiting,
     Writes,
     clip,
     ids_of,
@@ -101,7 +102,7 @@ class PrefillRoom:
         self.phase = PrefillPhase.PAIR if isinstance(reserve.request, RoutedRequest) else PrefillPhase.QUEUED
         self.failure: Failure | None = None
         self.phase_s: dict[str, float] = {}
-        self._n_tokens = n_tokens
+        self.n_tokens = n_tokens
         self._deadlines = deadlines
         self._work = _Work()
         self._computed: Computed | None = None
@@ -198,7 +199,7 @@ class PrefillRoom:
         self._work.engine_busy = False
         if self.phase is not PrefillPhase.PREFILL:
             return self._settle(now)
-        self._computed, self._n_computed = computed, self._n_tokens
+        self._computed, self._n_computed = computed, self.n_tokens
         self._enter(PrefillPhase.TRANSFER, now)
         return [PushTail(), self._progress(now)]
 
@@ -242,7 +243,7 @@ class PrefillRoom:
         self._resend = Resend(self._deadlines.resend_s, self._deadlines.resend_cap_s, now)
         self.done = Done(
             **self._ids(),
-            n=self._n_tokens,
+            n=self.n_tokens,
             sent=tuple(
                 Sent(name, tally.start, tally.stop, tally.nbytes, computed.digests[name])
                 for name, tally in self._work.sent.items()
@@ -261,8 +262,8 @@ class PrefillRoom:
         silent_s = now - self._alive
         match self.phase:
             case PrefillPhase.PAIR if silent_s > self._deadlines.pair_s:
-                what = f"no request for room {self.key.room} came to the prefill node over HTTP"
-                return self._end(_late(what, silent_s, self._deadlines.pair_s), now)
+                what = f"no request for room {self.key.room} came over HTTP"
+                return self._end(_late(self.phase, what, silent_s, self._deadlines.pair_s), now)
             case PrefillPhase.PAIR:
                 return [self._progress(now)] if now - self._told >= self._progress_s else []
             case PrefillPhase.QUEUED | PrefillPhase.PREFILL | PrefillPhase.TRANSFER:
@@ -339,7 +340,7 @@ class PrefillRoom:
         return ids_of(self.reserve)
 
 
-def failed_message(about: Reserve | Abort, failure: Failure, writes: Writes) -> Failed:
+def failed_message(about: Reserve | Waiting | Abort, failure: Failure, writes: Writes) -> Failed:
     """``failure`` as the message that tells the decode node."""
     return Failed(
         **ids_of(about),

@@ -181,8 +181,8 @@ class RoomRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=T
 class RoutedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Instead of :class:`RoomRequest`: a router sends P the same request over HTTP, in this room.
 
-    P takes the prompt from there, if its ``n_tokens`` ids have this ``prompt_hash`` (xxh3_128 over them as little-endian
-    int32), and ``sampling`` from here: D's seed and D's bound on the answer.
+    P takes the prompt from there, if its ``n_tokens`` ids have this ``prompt_hash`` (xxh3_128 over them as
+    little-endian int32), and ``sampling`` from here: D's seed and D's bound on the answer.
     """
 
     request_id: ShortText
