@@ -135,6 +135,8 @@ class RequestDesk:
             raise RequestFailed("overloaded", reason, status=503)
         generation = NodeGeneration(lambda: self._abort(room))
         work = Work(self._new_key(room), with_seed(request), generation, time.monotonic(), link=link)
+        if link is not None:
+            work.retries_left = 0  # the router tries another prefill node itself, with another room
         self._enter(work)
         self.queue.append(work)
         self._parts.faults.entered("waiting")

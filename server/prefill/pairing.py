@@ -208,12 +208,9 @@ class Pairing:
         for half in list(self._halves.values()):
             waited_s = now - half.alive
             if half.work is None and waited_s > self._pair_s:
-                what = (
-                    "was not reserved by a decode node"
-                    if half.waiting is None
-                    else "waits on a decode node that is silent"
-                )
-                reason = f"room {half.room} {what}: {waited_s:.1f} s (deadline pair {self._pair_s:g} s)"
+                what = "no decode node reserved" if half.waiting is None else "the decode node is silent about"
+                reason = f"phase pair on the prefill node: {what} room {half.room} for {waited_s:.1f} s "
+                reason += f"(deadline {self._pair_s:g} s)"
                 self._end(half, Failure("deadline", reason, 504))
         for room in [room for room, ended in self._ended.items() if ended.until < now]:
             del self._ended[room]

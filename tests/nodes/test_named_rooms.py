@@ -136,7 +136,7 @@ async def test_a_room_without_its_decode_half_ends_by_its_deadline(pair: Pair) -
     d = await pair.decode(p)
     error = await failure(p.node.submit(named(20, p)))
     assert (error.code, error.status) == ("deadline", 504)
-    assert "room 7 was not reserved" in error.message
+    assert "no decode node reserved room 7" in error.message
     assert "0.6 s" in error.message
     asked = request(20)
     assert tokens(await outputs(d.node.submit(asked))) == expected(asked), "both are alive"
@@ -148,7 +148,7 @@ async def test_a_room_without_its_prefill_half_ends_by_its_deadline(pair: Pair) 
     d = await pair.decode(p)
     error = await failure(d.node.submit(named(20, p)))
     assert (error.code, error.status) == ("deadline", 504)
-    assert "no request for room 7 came to the prefill node over HTTP" in error.message
+    assert "phase pair on the prefill node: no request for room 7 came over HTTP" in error.message
     await all_free(p, d)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from server.transfer.manifest import Manifest, compare
+from server.transfer.manifest import PROTOCOL_VERSION, Manifest, compare
 from tests.transfer.support import make_geometry, make_manifest
 
 PREFILL = make_manifest("prefill")
@@ -37,7 +37,7 @@ def test_rings_items_and_draft_tokens_may_differ() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("protocol_version", 2),
+        ("protocol_version", PROTOCOL_VERSION + 1),
         ("transport_kind", "mooncake"),
         ("transport", "rdma"),
         ("model", "model-b"),
