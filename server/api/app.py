@@ -10,10 +10,9 @@ from server.api.completions import completions_router
 from server.api.errors import install_error_handlers
 from server.api.info import info_router, models_router
 from server.api.middleware import ApiKey, BodyLimit, ResponseCount
-from server.engine.request import Backend, RequestFailed
+from server.engine.request import Backend
 
 MAX_BODY_NBYTES = 8 << 20
-PREFILL_ROLE = "prefill"
 
 
 def create_app(
@@ -24,7 +23,7 @@ def create_app(
     version: str = "0.1.0",
     api_key: str | None = None,
 ) -> FastAPI:
-    """The routes for ``backend``: all of them, or health and information alone where its role is ``prefill``.
+    """The routes for ``backend``. Those of a prefill node are the same; it refuses requests that name no room.
 
     ``registry`` is what ``/metrics`` shows; the count of HTTP answers is added to it, so it takes one app.
     ``api_key`` is what clients must send, if any.
@@ -40,20 +39,7 @@ def create_app(
         app.add_middleware(ApiKey, key=api_key)
     app.add_middleware(ResponseCount, registry=registry)
     app.include_router(info_router(backend, registry))
-    if backend.role == PREFILL_ROLE:
-        _refuse_generation(app)
-    else:
-        app.include_router(models_router(backend))
-        app.include_router(completions_router(backend))
-        app.include_router(chat_router(backend))
+    app.include_router(models_router(backend))
+    app.include_router(completions_router(backend))
+    app.include_router(chat_router(backend))
     return app
-
-
-def _refuse_generation(app: FastAPI) -> None:
-    @app.api_route("/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
-    async def not_here(path: str) -> None:
-        raise RequestFailed(
-            "wrong_role",
-            f"This is a prefill node, it does not serve /v1/{path}: send requests to a decode node.",
-            status=404,
-        )

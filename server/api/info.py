@@ -44,6 +44,11 @@ def info_router(backend: Backend, registry: CollectorRegistry) -> APIRouter:
         info = _server_info(backend)
         return {"is_generation": True} | {name: info[name] for name in MODEL_INFO_FIELDS if name in info}
 
+    @router.get("/get_load")
+    async def get_load() -> list[dict[str, int]]:
+        """What routers that choose by load ask for."""
+        return [backend.load()]
+
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus text format."""

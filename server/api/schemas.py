@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from server.api.errors import InvalidRequest
+from server.api.named_rooms import Hosts, Ports, Rooms
 from server.engine.request import MAX_LOGPROBS, SamplingParams
 
 MAX_STOP_STRINGS = 16
@@ -84,6 +85,9 @@ class GenerationFields(BaseModel):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     user: str | None = None
+    bootstrap_host: Hosts = None
+    bootstrap_port: Ports = None
+    bootstrap_room: Rooms = None
 
     @model_validator(mode="before")
     @classmethod

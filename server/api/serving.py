@@ -14,12 +14,19 @@ from fastapi.responses import JSONResponse
 
 from server.api.errors import InvalidRequest
 from server.api.generations import Answer, Generations, Usage
+from server.api.named_rooms import MAX_GENERATIONS, named_rooms
 from server.api.schemas import GenerationFields
 from server.api.streaming import EventStream, until_disconnect
-from server.engine.request import Backend, GenerationRequest, RouteInfo, SamplingParams, TokenOutput
+from server.engine.request import (
+    PREFILL_ROLE,
+    Backend,
+    GenerationRequest,
+    RequestFailed,
+    RouteInfo,
+    SamplingParams,
+    TokenOutput,
+)
 
-MAX_GENERATIONS = 256
-"""Prompts times samples in one HTTP request."""
 _INT64 = 1 << 63
 
 
@@ -80,18 +87,25 @@ async def serve(
     """Generates ``n`` samples for each of ``prompts`` (token ids) and answers whole or as a stream.
 
     The head of the answer waits until every prompt is computed and committed on this node: its headers name the prefill
-    node and the rooms, and what fails until then is a status code.
+    node and the rooms, and what fails until then is a status code. Only a stream whose room a router named, on a decode
+    node, fails as an error event: routers cut short the body of any other status.
     """
     envelope = Envelope(id=f"{writer.id_prefix}{uuid.uuid4().hex}", created=int(time.time()), model=backend.model_name)
     requests = _requests(backend, body, prompts, envelope.id, prompt_field)
     usage = Usage(prompt_tokens=sum(len(ids) for ids in prompts))
     generations = Generations(backend, requests)
+    is_routed_stream = bool(body.stream) and requests[0].named is not None and backend.role != PREFILL_ROLE
     try:
         headers = _route_headers(await until_disconnect(request.receive, generations.routes()))
         if body.stream:
             chunks = _chunks(generations, body, writer, envelope, usage)
             return EventStream(chunks, headers=headers, on_end=generations.abort)
         answers = await until_disconnect(request.receive, _collect(generations, len(requests), usage))
+    except RequestFailed as failure:
+        generations.abort()
+        if not is_routed_stream:
+            raise
+        return EventStream(_only(failure), headers={}, on_end=generations.abort)
     except BaseException:
         generations.abort()
         raise
@@ -109,13 +123,18 @@ def _requests(
         raise InvalidRequest("n", f"{n_generations} generations (prompts times n) are more than {MAX_GENERATIONS}.")
     for token_id in body.stop_token_ids or ():
         check_token_id(backend, token_id, "stop_token_ids")
+    on_prefill = backend.role == PREFILL_ROLE
+    rooms = named_rooms(
+        body.bootstrap_host, body.bootstrap_port, body.bootstrap_room, n_generations, on_prefill=on_prefill
+    )
     requests: list[GenerationRequest] = []
     for ids in prompts:
         sampling = _fit_context(backend, body, len(ids), prompt_field)
         for sample in range(body.n_samples):
             seed = None if sampling.seed is None else (sampling.seed + sample + _INT64) % (2 * _INT64) - _INT64
             request_id = f"{response_id}-{len(requests)}"
-            requests.append(GenerationRequest(request_id, tuple(ids), replace(sampling, seed=seed)))
+            named = rooms[len(requests)]
+            requests.append(GenerationRequest(request_id, tuple(ids), replace(sampling, seed=seed), named))
     return requests
 
 
@@ -130,6 +149,8 @@ def check_token_id(backend: Backend, token_id: int, field: str) -> None:
 def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt_field: str) -> SamplingParams:
     """Sampling parameters for a prompt of ``n_prompt`` tokens. The default of max_tokens shrinks to what fits.
 
+    A prefill node generates one token whatever is asked, and the decode node is the judge of the rest.
+
     :raises InvalidRequest: the prompt is empty, or it or the asked max_tokens does not fit the context.
     """
     if n_prompt == 0:
@@ -142,6 +163,9 @@ def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt
             "generated token.",
             code="context_length_exceeded",
         )
+    sampling = body.sampling(backend.sampling_defaults)
+    if backend.role == PREFILL_ROLE:
+        return replace(sampling, max_tokens=1, min_tokens=0)
     if body.asked_max_tokens is not None and body.asked_max_tokens > room:
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         raise InvalidRequest(
@@ -150,7 +174,6 @@ def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt
             f"of {backend.max_context} tokens: at most {room} can be generated.",
             code="context_length_exceeded",
         )
-    sampling = body.sampling(backend.sampling_defaults)
     sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
     if sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest(
@@ -173,6 +196,14 @@ def _route_headers(routes: Sequence[RouteInfo]) -> dict[str, str]:
     if n_retries := sum(route.n_retries for route in routes):
         headers["x-pd-retries"] = str(n_retries)
     return headers
+
+
+async def _only(failure: RequestFailed) -> AsyncGenerator[dict[str, Any]]:
+    """A stream that has nothing to tell but ``failure``."""
+    nothing: tuple[dict[str, Any], ...] = ()
+    for chunk in nothing:
+        yield chunk
+    raise failure
 
 
 async def _collect(generations: Generations, n_generations: int, usage: Usage) -> list[Answer]:

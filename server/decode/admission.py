@@ -8,8 +8,9 @@ from dataclasses import asdict, replace
 import msgspec
 
 from server.cache.allocator import Allocator
+from server.cache.handoff import prompt_hash
 from server.engine.request import GenerationRequest, RequestFailed
-from server.transfer.protocol import RoomRequest, Sampling, pack_tokens
+from server.transfer.protocol import RoomRequest, RoutedRequest, Sampling, pack_tokens
 
 
 def check_request(
@@ -38,13 +39,19 @@ def check_request(
         raise RequestFailed("context_length_exceeded", message, status=400)
 
 
-def wire_request(request: GenerationRequest) -> RoomRequest:
-    """The request as a prefill node gets it. Raises :class:`RequestFailed` (400) for what the wire refuses."""
+def wire_request(request: GenerationRequest) -> RoomRequest | RoutedRequest:
+    """The request as a prefill node gets it: without the prompt if a router sends it that.
+
+    Raises :class:`RequestFailed` (400) for what the wire refuses.
+    """
     try:
         sampling = msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(request.sampling)), type=Sampling)
     except (msgspec.ValidationError, OverflowError) as error:
         raise RequestFailed("bad_sampling", f"a sampling parameter is out of range: {error}", status=400) from error
-    return RoomRequest(request.request_id[:256], pack_tokens(request.prompt_ids), sampling)
+    request_id, prompt = request.request_id[:256], request.prompt_ids
+    if request.named is not None:
+        return RoutedRequest(request_id, len(prompt), prompt_hash(prompt), sampling)
+    return RoomRequest(request_id, pack_tokens(prompt), sampling)
 
 
 def tokens_held(request: GenerationRequest, spec_tokens: int) -> int:

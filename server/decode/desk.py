@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from http import HTTPStatus
 
@@ -21,11 +21,12 @@ from server.cache.allocator import ItemState
 from server.cache.layout import Placement
 from server.decode.admission import check_request, tokens_held, wire_request, with_seed
 from server.decode.draft_metrics import DraftMetrics
-from server.decode.generation import NodeGeneration
+from server.decode.named import WaitingRooms, link_of
 from server.decode.quarantine import Quarantine
 from server.decode.receiver import Receiver, Work, request_failed
 from server.decode.settings import DecodeSettings
 from server.engine.events import Cancel, Event, Failed, Finished, Generate, Output, Resume, Scrub, Scrubbed
+from server.engine.generation import NodeGeneration
 from server.engine.request import FinishReason, GenerationRequest, RequestFailed, RouteInfo, TokenLogprob, TokenOutput
 from server.node.parts import NodeParts
 from server.transfer.checks import Check
@@ -62,6 +63,7 @@ class RequestDesk:
         self._epochs = itertools.count(1)
         self._alive = time.monotonic()
         self._refusing: Failure | None = None
+        self._waiting_rooms = WaitingRooms()
 
     def start(self) -> None:
         """Connects to the prefill nodes (without waiting for them)."""
@@ -106,11 +108,12 @@ class RequestDesk:
     # --- admission ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest, *, room: int | None = None) -> NodeGeneration:
-        """Admits a request; ``room`` None draws one.
+        """Admits a request; ``room`` None draws one, if the request does not name one.
 
         Raises :class:`RequestFailed` at once for what cannot be served.
         """
         self.check_serving()
+        link = link_of(self.receiver, request.named) if request.named is not None else None
         check_request(
             request,
             max_context=self._settings.max_context,
@@ -119,6 +122,8 @@ class RequestDesk:
             allocator=self._allocator,
         )
         wire_request(request)
+        if request.named is not None:
+            room = request.named.room
         if room is None:
             room = secrets.randbits(63)
         if not 0 <= room <= MAX_ROOM:
@@ -129,7 +134,9 @@ class RequestDesk:
             reason = f"{len(self.queue)} requests wait for a slot and pages already"
             raise RequestFailed("overloaded", reason, status=503)
         generation = NodeGeneration(lambda: self._abort(room))
-        work = Work(self._new_key(room), with_seed(request), generation, time.monotonic())
+        work = Work(self._new_key(room), with_seed(request), generation, time.monotonic(), link=link)
+        if link is not None:
+            work.retries_left = 0  # the router tries another prefill node itself, with another room
         self._enter(work)
         self.queue.append(work)
         self._parts.faults.entered("waiting")
@@ -151,15 +158,15 @@ class RequestDesk:
 
     def _admit(self) -> None:
         """Gives the head of the queue a slot and pages, again and again while there are any."""
-        while self.queue and self._refusing is None:
-            work = self.queue[0]
-            link = self.receiver.pick(work.avoids) if self.receiver is not None else None
+        for work in list(self.queue) if self._refusing is None else ():
+            link = self._link_for(work)
             if self.receiver is not None and link is None:
-                return
+                continue  # its prefill node registers anew; the others need not wait for that
             placement = self._allocator.reserve(work.key, tokens_held(work.request, self._settings.spec_tokens))
             if placement is None:
                 return
-            self.queue.popleft()
+            self.queue.remove(work)
+            self._waiting_rooms.opened(work.key)
             self._parts.arena.owners.stamp(placement, work.key.owner)
             self._alive = time.monotonic()
             self._metrics.phase("admission", self._alive - work.enqueued)
@@ -178,9 +185,16 @@ class RequestDesk:
             self._allocator.commit(work.key)
             self._submit_command(Generate(work.key, work.request, placement))
 
-    def _fail_waiting(self, failures: Iterator[tuple[Work, Failure]]) -> None:
+    def _link_for(self, work: Work) -> PeerLink | None:
+        """The prefill node that computes the prompt; None if there is none now."""
+        if work.request.named is not None and work.link is not None:
+            return work.link if work.link.registered else None
+        return self.receiver.pick(work.avoids) if self.receiver is not None else None
+
+    def _fail_waiting(self, failures: Iterable[tuple[Work, Failure]]) -> None:
         for work, failure in list(failures):
             self.queue.remove(work)
+            self._waiting_rooms.given_up(work, failure.reason)
             work.generation.fail(request_failed(failure))
             self._metrics.room_ended("failed", failure.code)
             self._forget(work)
@@ -198,6 +212,7 @@ class RequestDesk:
         """Ends a request wherever it is: in the queue, in its room, or in the engine."""
         if work in self.queue:
             self.queue.remove(work)
+            self._waiting_rooms.given_up(work, failure.reason)
             self._end_generation(work, failure)
             self._forget(work)
         elif work.room is not None and work.room.active and self.receiver is not None:
@@ -279,6 +294,14 @@ class RequestDesk:
         if work.placement is not None:
             self._submit_command(Scrub(work.key, work.placement))
 
+    def room_refused(self, key: RoomKey, failure: Failure) -> bool:
+        work = self.works.get(key)
+        if work is None or work not in self.queue:
+            return False
+        self._waiting_rooms.opened(key)
+        self._fail_waiting([(work, failure)])
+        return True
+
     def peers_changed(self) -> None:
         self._fail_waiting_without_peer()
         self._admit()
@@ -355,6 +378,7 @@ class RequestDesk:
         if self.receiver is not None:
             self.receiver.tick()
             self._fail_waiting_without_peer()
+            self._fail_waiting(self._waiting_rooms.tick(self.queue))
         now, limit_s = time.monotonic(), self._settings.deadlines.admission_s
         self.quarantine.warn(now)
         reason = f"phase admission: no slot and pages became free for {limit_s:g} s (the deadline)"

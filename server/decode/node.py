@@ -13,11 +13,11 @@ from collections import deque
 from typing import Any
 
 from server.decode.desk import RequestDesk
-from server.decode.generation import NodeGeneration
 from server.decode.settings import DecodeSettings
 from server.engine.events import Died, Event
+from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest, RequestFailed
-from server.node.parts import NodeParts, common_info
+from server.node.parts import NodeParts, common_info, load_of
 from server.node.supervisor import Supervisor
 from server.transfer.manifest import new_incarnation
 from server.transfer.rooms import Failure
@@ -103,6 +103,9 @@ class DecodeNode:
         except RequestFailed as failure:
             return False, failure.message
         return (True, "local prefill") if self._desk.receiver is None else await self._desk.receiver.ready()
+
+    def load(self) -> dict[str, int]:
+        return load_of(self._parts, len(self._desk.works), len(self._desk.queue))
 
     def server_info(self) -> dict[str, Any]:
         desk = self._desk

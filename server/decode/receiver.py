@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 from server.cache.layout import Placement
 from server.decode.admission import wire_request
-from server.decode.generation import NodeGeneration
 from server.decode.probe import Prober, transport_of
 from server.decode.sessions import TransportSessions
 from server.decode.settings import DecodeSettings
 from server.decode.verify import Evidence, Proof, verify
+from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest, RequestFailed, TokenLogprob
 from server.node.parts import NodeParts
 from server.transfer.checks import Check
@@ -99,6 +99,10 @@ class RoomOwner(Protocol):
 
     def room_free(self, work: Work) -> None:
         """Nothing writes into the room's memory any more."""
+        ...
+
+    def room_refused(self, key: RoomKey, failure: Failure) -> bool:
+        """The prefill node ended a room that has no memory here yet. False if there is no such room."""
         ...
 
     def peers_changed(self) -> None: ...
@@ -208,7 +212,7 @@ class Receiver:
             pages=placement.pages[:n_prompt_pages],
             components=self._components,
             request=wire_request(work.request),
-            silence_s=min(deadlines.queued_s, deadlines.prefill_s, deadlines.transfer_s),
+            silence_s=min(deadlines.pair_s, deadlines.queued_s, deadlines.prefill_s, deadlines.transfer_s),
         )
         work.placement, work.link = placement, link
         work.room = DecodeRoom(reserve, deadlines, time.monotonic())
@@ -270,7 +274,7 @@ class Receiver:
         elif key in self._committed:
             if isinstance(message, Done):
                 link.send(Committed(**ids_of(message)))
-        else:
+        elif not isinstance(message, Failed) or not self._owner.room_refused(key, failure_of(message)):
             self._metrics.dropped("stale")
             if isinstance(message, Progress | Done | Failed):
                 link.send(Abort(**ids_of(message), reason="this decode node does not know the room"))
@@ -373,6 +377,11 @@ class Receiver:
             self._committed[key] = None
             while len(self._committed) > _REMEMBERED_COMMITS:
                 self._committed.popitem(last=False)
+
+
+def failure_of(failed: Failed) -> Failure:
+    """Why a prefill node ended a room."""
+    return Failure(failed.code, failed.reason, failed.status, failed.component)
 
 
 def request_failed(failure: Failure) -> RequestFailed:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 DEFAULT_MAX_TOKENS = 256
 MAX_LOGPROBS = 20
+PREFILL_ROLE = "prefill"
+"""``Backend.role`` of a prefill node; that of a decode node is ``decode``."""
 
 
 class FinishReason(enum.StrEnum):
@@ -55,12 +57,31 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class NamedRoom:
+    """Where a router sent the same request as well: room ``room`` on the prefill node that listens at ``host:port``.
+
+    A request with it goes to that prefill node and to no other. On the prefill node itself ``host`` and ``port`` may be
+    None: only the room matters there.
+    """
+
+    room: int
+    host: str | None = None
+    port: int | None = None
+
+    @property
+    def address(self) -> str:
+        """``host:port`` as a decode node's ``--prefill`` spells it."""
+        return f"[{self.host}]:{self.port}" if ":" in (self.host or "") else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to continue. ``request_id`` is unique in the process."""
+    """One prompt to continue. ``request_id`` is unique in the process; ``named`` is the room that a router chose."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    named: NamedRoom | None = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +156,7 @@ class TokenizerLike(Protocol):
 
 
 class Backend(Protocol):
-    """What an HTTP app serves: the decode node (or a prefill node for the health routes)."""
+    """What an HTTP app serves: a decode node, or a prefill node, which answers only requests whose room is named."""
 
     role: str
     model_name: str
@@ -153,3 +174,7 @@ class Backend(Protocol):
     async def ready(self) -> tuple[bool, str]: ...
 
     def server_info(self) -> dict[str, Any]: ...
+
+    def load(self) -> dict[str, int]:
+        """What routers ask for: ``num_reqs`` under way, ``num_waiting_reqs`` of them waiting, ``num_tokens`` held."""
+        ...

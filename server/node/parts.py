@@ -71,3 +71,14 @@ def common_info(role: str, incarnation: str, settings: NodeSettings, parts: Node
         "faults": [str(fault) for fault in parts.faults.faults],
         "allocator": parts.allocator.counts(),
     }
+
+
+def load_of(parts: NodeParts, n_requests: int, n_waiting: int) -> dict[str, int]:
+    """What ``/get_load`` says: requests under way, those of them that wait, and the tokens that held pages are for."""
+    pages = parts.allocator.counts()["pages"]
+    n_held = sum(pages.values()) - pages["free"]
+    return {
+        "num_reqs": n_requests,
+        "num_waiting_reqs": n_waiting,
+        "num_tokens": n_held * parts.arena.layout.page_size,
+    }

@@ -27,11 +27,22 @@ from server.engine.events import (
     Scrub,
     Scrubbed,
 )
-from server.engine.request import GenerationRequest
+from server.engine.generation import NodeGeneration
+from server.engine.request import GenerationRequest, RequestFailed
 from server.node.parts import NodeParts, NodeSettings
 from server.prefill.damage import SendingFaults
+from server.prefill.pairing import Pairing
 from server.prefill.peers import PeerSender, ProbeKey, ProbeWriter
-from server.prefill.work import Batch, Lies, Outgoing, RoomWork, engine_failure, placement_failure, read_request
+from server.prefill.work import (
+    Batch,
+    Lies,
+    Outgoing,
+    RoomWork,
+    engine_failure,
+    n_tokens_of,
+    placement_failure,
+    read_request,
+)
 from server.transfer.bootstrap import DecodePeer
 from server.transfer.checks import Check
 from server.transfer.faults import skipped_checks
@@ -65,6 +76,8 @@ from server.transfer.protocol import (
     Quiesced,
     Rejected,
     Reserve,
+    RoutedRequest,
+    Waiting,
     Writes,
     ids_of,
 )
@@ -104,6 +117,7 @@ class RoomDesk:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self.refusing: Failure | None = None
+        self.pairing = Pairing(self._step, self._enqueue, self._tell, parts.tokenizer, settings.deadlines.pair_s)
 
     async def close(self) -> None:
         """Closes the senders; the rooms should have been given up before."""
@@ -112,8 +126,8 @@ class RoomDesk:
 
     @property
     def n_waiting(self) -> int:
-        """Rooms that wait for a slot and pages."""
-        return sum(work.room.phase is PrefillPhase.QUEUED for work in self.queue)
+        """Rooms that wait for a slot and pages, or for their half of the request."""
+        return sum(work.room.phase is PrefillPhase.QUEUED for work in self.queue) + len(self.pairing.rooms)
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -123,14 +137,16 @@ class RoomDesk:
     def drain(self, failure: Failure) -> None:
         """Refuses every room that is still to come or has not begun; the others go on."""
         self.refusing = failure
-        for work in list(self.queue):
+        for work in [*self.queue, *self.pairing.rooms]:
             self._step(work, GivenUp(failure))
+        self.pairing.fail_all(failure)
 
     def refuse_all(self, failure: Failure) -> None:
         """Gives up every room, and every room that is still to come."""
         self.refusing = failure
         for work in list(self.works.values()):
             self._step(work, GivenUp(failure))
+        self.pairing.fail_all(failure)
 
     def engine_died(self, failure: Failure) -> None:
         """No engine event will come any more: every room ends, and its memory is as quiet as its writes are."""
@@ -141,6 +157,19 @@ class RoomDesk:
     def tick(self) -> None:
         for work in list(self.works.values()):
             self._step(work, Tick())
+        self.pairing.tick()
+
+    def submit(self, request: GenerationRequest) -> NodeGeneration:
+        """Takes a request over HTTP, in a room that a router named.
+
+        Raises :class:`RequestFailed`.
+        """
+        if self.refusing is not None:
+            raise RequestFailed(self.refusing.code, self.refusing.reason, status=self.refusing.status)
+        n_waiting = self.n_waiting + self.pairing.n_http
+        if n_waiting >= self._max_queue:
+            raise RequestFailed("overloaded", f"{n_waiting} requests wait for the prefill node already", status=503)
+        return self.pairing.submit(request)
 
     # --- BootstrapHandler ---------------------------------------------------------------------------------------------
 
@@ -179,6 +208,8 @@ class RoomDesk:
                 except Exception as error:
                     log.exception("a Reserve of %s could not be handled", peer)
                     self._send(peer, failed_message(message, _broken(error), Writes.SETTLING))
+            case Waiting():
+                self.pairing.heard(message)
             case Abort() | Committed() | Rejected():
                 work = self.works.get(RoomKey(message.room, message.epoch, message.decode))
                 if work is not None:
@@ -201,31 +232,41 @@ class RoomDesk:
             return
         try:
             request = read_request(reserve)
-            failure_at_once = self._check(target, reserve, request)
+            n_tokens = n_tokens_of(reserve, request)
+            failure_at_once = self._check(target, reserve, request, n_tokens)
         except ProtocolError as error:
             self._metrics.dropped(error.kind)
             return
-        room = PrefillRoom(reserve, len(request.prompt_ids), self._deadlines, time.monotonic())
+        room = PrefillRoom(reserve, n_tokens, self._deadlines, time.monotonic())
         work = RoomWork(room, request, target)
         self.works[key] = work
         self._faults.entered(room.phase)
-        if failure_at_once is not None:
-            self._step(work, GivenUp(failure_at_once))
-            return
-        self._step(work, reserve)
+        self._step(work, reserve if failure_at_once is None else GivenUp(failure_at_once))
+        if isinstance(reserve.request, RoutedRequest):
+            self.pairing.reserved(work)
+        elif failure_at_once is None:
+            self._enqueue(work)
+
+    def _enqueue(self, work: RoomWork) -> None:
         self.queue.append(work)
         self._admit()
 
-    def _check(self, target: PeerSender, reserve: Reserve, request: GenerationRequest) -> Failure | None:
-        """Why this node will never compute ``reserve``, or None."""
-        n = len(request.prompt_ids)
+    def _tell(self, waiting: Waiting, failure: Failure) -> None:
+        """A room that waits on its decode node is over here."""
+        for peer in self.targets:
+            if peer.incarnation == waiting.decode:
+                self._send(peer, failed_message(waiting, failure, Writes.SETTLING))
+
+    def _check(self, target: PeerSender, reserve: Reserve, request: GenerationRequest, n: int) -> Failure | None:
+        """Why this node will never compute ``reserve`` with its ``n`` tokens, or None."""
         if self.refusing is not None:
             return self.refusing
         if self.n_waiting >= self._max_queue:
             return Failure("overloaded", f"{self.n_waiting} rooms wait for the prefill node already", 503)
         if any(work.room.key.room == reserve.room and work.target is target for work in self.works.values()):
             return Failure("duplicate_room", f"room {reserve.room} is under way in another epoch", 409)
-        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocab_size:
+        prompt = request.prompt_ids or (0,)  # one that comes over HTTP was checked there
+        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
             return Failure("bad_token", f"a prompt token is not in the vocabulary of {self._vocab_size}", 400)
         if n > self._max_tokens:
             reason = f"the prompt has {n} tokens, the prefill node computes at most {self._max_tokens}"
@@ -241,6 +282,7 @@ class RoomDesk:
     def _on_abort_of_unknown(self, peer: DecodePeer, abort: Abort) -> None:
         key = RoomKey(abort.room, abort.epoch, abort.decode)
         failure = Failure("aborted", abort.reason, 499)
+        self.pairing.given_up(key, failure)
         if self._tombstones.clean(key):
             self._tombstones.bury(key, failure, clean=True)
             self._send(peer, Quiesced(**ids_of(abort)))
@@ -256,14 +298,14 @@ class RoomDesk:
             if work.room.phase is not PrefillPhase.QUEUED:
                 self.queue.popleft()
                 continue
-            placement = self._allocator.reserve(work.room.key, len(work.request.prompt_ids))
+            placement = self._allocator.reserve(work.room.key, work.n_tokens)
             if placement is None:
                 return
             self.queue.popleft()
             self._start(work, placement)
 
     def _start(self, work: RoomWork, placement: Placement) -> None:
-        key, reserve, n = work.room.key, work.room.reserve, len(work.request.prompt_ids)
+        key, reserve, n = work.room.key, work.room.reserve, work.n_tokens
         work.placement, work.struck = placement, self._faults.strike(key)
         self._arena.owners.stamp(placement, key.owner)
         owner = None if Check.STAMP in skipped_checks(work.struck) else key.owner
@@ -309,6 +351,7 @@ class RoomDesk:
             except Exception as error:
                 log.exception("%s failed on %s", work.room.key, type(action).__name__)
                 self._on_broken(work, action, error)
+        self.pairing.moved(work)
 
     def _on_broken(self, work: RoomWork, at: PrefillEvent | PrefillAction, error: Exception) -> None:
         if work.room.active and not isinstance(at, GivenUp):
@@ -403,6 +446,7 @@ class RoomDesk:
                 self._queue_moved()
                 self._step(work, Advanced(event.n_computed))
             case PrefillFinished():
+                work.first = event.first
                 self._step(work, Computed(event.digests, event.prefill_s, event.digest_s))
             case Finished():
                 self._step(work, EngineIdle())

@@ -16,7 +16,7 @@ from typing import Any
 
 from server.engine.events import Died, Event
 from server.engine.request import Generation, GenerationRequest, RequestFailed
-from server.node.parts import NodeParts, NodeSettings, common_info
+from server.node.parts import NodeParts, NodeSettings, common_info, load_of
 from server.node.supervisor import Supervisor
 from server.prefill.desk import RoomDesk
 from server.transfer.bootstrap import Bootstrap, DecodePeer
@@ -93,6 +93,7 @@ class PrefillNode:
             manifest, desk, self._settings.deadlines, parts.metrics, self._settings.guard, Outbox(parts.faults)
         )
         await bootstrap.start(self._settings.bootstrap_host, self._settings.bootstrap_port)
+        desk.pairing.address = f"{self._settings.bootstrap_host}:{bootstrap.port}"
         self._ticker = ticker = asyncio.create_task(self._tick_for_ever(desk), name="prefill ticker")
         self._supervisor.watch(lambda: [ticker, *bootstrap.tasks, *desk.threads])
 
@@ -130,8 +131,19 @@ class PrefillNode:
     # --- Backend ------------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest) -> Generation:
-        """Always refuses: answers come from the decode node."""
-        raise RequestFailed("prefill_only", "this is a prefill node; send the request to the decode node", status=400)
+        """Takes a request whose room a router named; the answer is its first token, when a decode node has the rest.
+
+        Raises :class:`RequestFailed`.
+        """
+        if self._desk is None:
+            raise RequestFailed("not_running", "the prefill node is not running yet", status=503)
+        return self._desk.submit(request)
+
+    def load(self) -> dict[str, int]:
+        desk = self._desk
+        n_http = desk.pairing.n_http if desk is not None else 0
+        n_waiting, n_rooms = (desk.n_waiting, len(desk.works)) if desk is not None else (0, 0)
+        return load_of(self._parts, n_rooms + n_http, n_waiting + n_http)
 
     def alive(self) -> tuple[bool, str]:
         reason = self._supervisor.look()
@@ -158,6 +170,7 @@ class PrefillNode:
             "bootstrap_port": self.bootstrap_port,
             "waiting": desk.n_waiting if desk is not None else 0,
             "refused": self._bootstrap.refused() if self._bootstrap is not None else [],
+            "unpaired": {"http": desk.pairing.n_http, "rooms": len(desk.pairing.rooms)} if desk is not None else {},
             "peers": [{"incarnation": peer.incarnation, "session": peer.manifest.session} for peer in targets],
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -13,7 +14,7 @@ from server.cache.layout import Placement
 from server.cache.owners import WrongOwner
 from server.cache.specs import LayoutError
 from server.engine.events import WRONG_OWNER, Failed
-from server.engine.request import GenerationRequest, SamplingParams
+from server.engine.request import GenerationRequest, SamplingParams, TokenLogprob
 from server.prefill.peers import PeerSender
 from server.transfer.bootstrap import DecodePeer
 from server.transfer.checks import PLACEMENT, Check
@@ -21,9 +22,12 @@ from server.transfer.faults import Fault, FaultKind, Place
 from server.transfer.plan import CopyPlan, Push, Rows, Side
 from server.transfer.prefill_events import Pushed
 from server.transfer.prefill_room import PrefillRoom
-from server.transfer.protocol import Reserve, unpack_tokens
+from server.transfer.protocol import Reserve, RoomRequest, RoutedRequest, unpack_tokens
 from server.transfer.rooms import Failure, RoomKey
 from server.transfer.sender import Piece, SendJob
+
+if TYPE_CHECKING:
+    from server.prefill.pairing import HttpHalf
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,11 @@ class Outgoing:
 
 @dataclass
 class RoomWork:
-    """A room with everything the node holds for it."""
+    """A room with everything the node holds for it.
+
+    The prompt of a room that a router named is empty until its request has come over HTTP: ``half``. ``first`` is the
+    first token, once it is chosen.
+    """
 
     room: PrefillRoom
     request: GenerationRequest
@@ -115,6 +123,13 @@ class RoomWork:
     placement: Placement | None = None
     outgoing: Outgoing | None = None
     struck: tuple[Fault, ...] = ()
+    half: HttpHalf | None = None
+    first: TokenLogprob | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.room.n_tokens
 
 
 def engine_failure(event: Failed) -> Failure:
@@ -132,6 +147,16 @@ def placement_failure(error: LayoutError) -> Failure:
 
 
 def read_request(reserve: Reserve) -> GenerationRequest:
-    """The work a ``Reserve`` asks for. Raises :class:`ProtocolError` for a prompt that is no list of int32."""
-    sampling = SamplingParams(**msgspec.structs.asdict(reserve.request.sampling))
-    return GenerationRequest(reserve.request.request_id, unpack_tokens(reserve.request.prompt), sampling)
+    """The work a ``Reserve`` asks for, without a prompt where that comes over HTTP.
+
+    Raises :class:`ProtocolError` for a prompt that is no list of int32.
+    """
+    asked = reserve.request
+    prompt = unpack_tokens(asked.prompt) if isinstance(asked, RoomRequest) else ()
+    return GenerationRequest(asked.request_id, prompt, SamplingParams(**msgspec.structs.asdict(asked.sampling)))
+
+
+def n_tokens_of(reserve: Reserve, request: GenerationRequest) -> int:
+    """Tokens of the prompt, also of one that has not come yet."""
+    asked = reserve.request
+    return asked.n_tokens if isinstance(asked, RoutedRequest) else len(request.prompt_ids)

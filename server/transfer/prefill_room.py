@@ -1,7 +1,9 @@
 """One room on the prefill node, as a pure state machine.
 
-    QUEUED -> PREFILL -> TRANSFER -> COMMIT -> COMMITTED
-       \\________\\__________\\__________\\----> ENDING
+    (PAIR ->) QUEUED -> PREFILL -> TRANSFER -> COMMIT -> COMMITTED
+       \\________\\________\\__________\\__________\\----> ENDING
+
+PAIR is for a room that a router named: its prompt comes over HTTP.
 
 ``Quiesced`` is said only when the engine and the sender are both idle and every piece ended applied or refused.
 """
@@ -21,6 +23,7 @@ from server.transfer.prefill_events import (
     Cleaned,
     Computed,
     EngineIdle,
+    Paired,
     PrefillAction,
     PrefillEvent,
     Pushed,
@@ -42,8 +45,10 @@ from server.transfer.protocol import (
     Reserve,
     Reserved,
     RoomIds,
+    RoutedRequest,
     Sent,
     Timings,
+    Waiting,
     Writes,
     clip,
     ids_of,
@@ -54,6 +59,7 @@ from server.transfer.rooms import Deadlines, Failure, Forget, GivenUp, PeerLost,
 class PrefillPhase(enum.StrEnum):
     """Where a room stands on the prefill node."""
 
+    PAIR = "pair"
     QUEUED = "queued"
     PREFILL = "prefill"
     TRANSFER = "transfer"
@@ -62,7 +68,7 @@ class PrefillPhase(enum.StrEnum):
     ENDING = "ending"
 
 
-_ACTIVE = (PrefillPhase.QUEUED, PrefillPhase.PREFILL, PrefillPhase.TRANSFER, PrefillPhase.COMMIT)
+_ACTIVE = (PrefillPhase.PAIR, PrefillPhase.QUEUED, PrefillPhase.PREFILL, PrefillPhase.TRANSFER, PrefillPhase.COMMIT)
 
 
 @dataclass
@@ -93,10 +99,10 @@ class PrefillRoom:
     def __init__(self, reserve: Reserve, n_tokens: int, deadlines: Deadlines, now: float) -> None:
         self.key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
         self.reserve = reserve
-        self.phase = PrefillPhase.QUEUED
+        self.phase = PrefillPhase.PAIR if isinstance(reserve.request, RoutedRequest) else PrefillPhase.QUEUED
         self.failure: Failure | None = None
         self.phase_s: dict[str, float] = {}
-        self._n_tokens = n_tokens
+        self.n_tokens = n_tokens
         self._deadlines = deadlines
         self._work = _Work()
         self._computed: Computed | None = None
@@ -126,6 +132,11 @@ class PrefillRoom:
                 return self._end(rejection, now, tell=False) if self.active else []
             case GivenUp():
                 return self._end(event.failure, now) if self.active else []
+            case Paired():
+                if self.phase is not PrefillPhase.PAIR:
+                    return []
+                self._enter(PrefillPhase.QUEUED, now)
+                return [self._progress(now)]
             case Admitted():
                 self._work.engine_busy = self._work.holds_memory = True
                 self._enter(PrefillPhase.PREFILL, now)
@@ -188,7 +199,7 @@ class PrefillRoom:
         self._work.engine_busy = False
         if self.phase is not PrefillPhase.PREFILL:
             return self._settle(now)
-        self._computed, self._n_computed = computed, self._n_tokens
+        self._computed, self._n_computed = computed, self.n_tokens
         self._enter(PrefillPhase.TRANSFER, now)
         return [PushTail(), self._progress(now)]
 
@@ -232,7 +243,7 @@ class PrefillRoom:
         self._resend = Resend(self._deadlines.resend_s, self._deadlines.resend_cap_s, now)
         self.done = Done(
             **self._ids(),
-            n=self._n_tokens,
+            n=self.n_tokens,
             sent=tuple(
                 Sent(name, tally.start, tally.stop, tally.nbytes, computed.digests[name])
                 for name, tally in self._work.sent.items()
@@ -250,6 +261,11 @@ class PrefillRoom:
     def _on_tick(self, now: float) -> list[PrefillAction]:
         silent_s = now - self._alive
         match self.phase:
+            case PrefillPhase.PAIR if silent_s > self._deadlines.pair_s:
+                what = f"no request for room {self.key.room} came over HTTP"
+                return self._end(_late(self.phase, what, silent_s, self._deadlines.pair_s), now)
+            case PrefillPhase.PAIR:
+                return [self._progress(now)] if now - self._told >= self._progress_s else []
             case PrefillPhase.QUEUED | PrefillPhase.PREFILL | PrefillPhase.TRANSFER:
                 limit_s: float = getattr(self._deadlines, f"{self.phase}_s")
                 if silent_s > limit_s:
@@ -324,7 +340,7 @@ class PrefillRoom:
         return ids_of(self.reserve)
 
 
-def failed_message(about: Reserve | Abort, failure: Failure, writes: Writes) -> Failed:
+def failed_message(about: Reserve | Waiting | Abort, failure: Failure, writes: Writes) -> Failed:
     """``failure`` as the message that tells the decode node."""
     return Failed(
         **ids_of(about),

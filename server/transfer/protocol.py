@@ -59,8 +59,9 @@ class Writes(enum.StrEnum):
 
 
 class RemotePhase(enum.StrEnum):
-    """What the prefill node is doing with a room."""
+    """What the prefill node is doing with a room. ``pair``: it waits for the room's request to come over HTTP."""
 
+    PAIR = "pair"
     QUEUED = "queued"
     PREFILL = "prefill"
     TRANSFER = "transfer"
@@ -169,12 +170,29 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None
 
 
-class RoomRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RoomRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The work itself: ``request_id`` for the logs, ``prompt`` as raw little-endian int32 ids, and how to sample."""
 
     request_id: ShortText
     prompt: Annotated[bytes, Meta(min_length=4, max_length=MAX_FRAME_NBYTES)]
     sampling: Sampling
+
+
+class RoutedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Instead of :class:`RoomRequest`: a router sends P the same request over HTTP, in this room.
+
+    P takes the prompt from there, if its ``n_tokens`` ids have this ``prompt_hash`` (xxh3_128 over them as
+    little-endian int32), and ``sampling`` from here: D's seed and D's bound on the answer.
+    """
+
+    request_id: ShortText
+    n_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    prompt_hash: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    sampling: Sampling
+
+
+class Waiting(RoomMessage, frozen=True, tag="Waiting"):
+    """D -> P, at once and then every second while a room that a router named waits for memory on D: a sign of life."""
 
 
 class Reserve(RoomMessage, frozen=True, tag="Reserve"):
@@ -187,7 +205,7 @@ class Reserve(RoomMessage, frozen=True, tag="Reserve"):
     slot: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     pages: ItemIds
     components: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]
-    request: RoomRequest
+    request: RoomRequest | RoutedRequest
     silence_s: Seconds
 
 
@@ -273,7 +291,7 @@ class Quiesced(RoomMessage, frozen=True, tag="Quiesced"):
     """P -> D: no write of this room is or will be under way, so D may use its memory again."""
 
 
-FromDecode = Register | Ping | Probe | Reserve | Committed | Rejected | Abort
+FromDecode = Register | Ping | Probe | Waiting | Reserve | Committed | Rejected | Abort
 FromPrefill = Registered | Refused | Pong | ProbeDone | Reserved | Progress | Done | Failed | Quiesced
 AnyMessage = FromDecode | FromPrefill
 

@@ -38,6 +38,7 @@ class Deadlines:
     - ``connect_s``: no connection to a peer; a living peer registers anew (restart, fence), until then D's queue waits
       for it. ``register_s``: a connected peer does not answer ``Register``.
     - ``admission_s``: D's own queue does not move. ``reserve_s``: P does not answer a ``Reserve``.
+    - ``pair_s``: of the two halves of a room that a router named, ``Reserve`` and P's HTTP request, one does not come.
     - ``queued_s``, ``prefill_s``, ``transfer_s``: D hears nothing of the room, or P's queue, engine or sender does not
       move.
     - ``commit_s``: P's ``Done`` is not answered, or D's digests do not end.
@@ -51,6 +52,7 @@ class Deadlines:
     register_s: float = 5.0
     admission_s: float = 120.0
     reserve_s: float = 10.0
+    pair_s: float = 10.0
     queued_s: float = 60.0
     prefill_s: float = 60.0
     transfer_s: float = 30.0

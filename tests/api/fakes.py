@@ -117,6 +117,9 @@ class FakeBackend:
     def server_info(self) -> dict[str, Any]:
         return {"model_path": "/models/tiny", "architectures": ["DeepseekV4ForCausalLM"], "pages": 64}
 
+    def load(self) -> dict[str, int]:
+        return {"num_reqs": len(self.generations), "num_waiting_reqs": 0, "num_tokens": 512}
+
     @property
     def requests(self) -> list[GenerationRequest]:
         return [generation.request for generation in self.generations]

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from server.decode import receiver
-from server.decode.generation import NodeGeneration
 from server.engine.events import ChunkComputed
+from server.engine.generation import NodeGeneration
 from server.engine.request import FinishReason, GenerationRequest, RequestFailed
 from server.engine.tokenizer import Tokenizer
 from server.model.network import DeepseekV4

@@ -19,7 +19,7 @@ from server.transfer.engines.loopback import Fault, LoopbackEngine, Submission
 from server.transfer.protocol import Committed, encode
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.transfer.support import make_geometry
-from tests.transfer.test_protocol import reserve
+from tests.transfer.test_protocol import HEAD, reserve
 
 COMPONENTS = [spec.name for spec in make_geometry().components]
 
@@ -304,11 +304,11 @@ async def test_garbage_on_the_control_port_is_counted_and_dropped(pair: Pair) ->
     socket.connect(f"tcp://127.0.0.1:{p.node.bootstrap_port}")
     for _ in range(50):
         await socket.send(os.urandom(100))
-        await socket.send(b"PD\x01" + os.urandom(100))
+        await socket.send(HEAD + os.urandom(100))
         await socket.send_multipart([b"", b"a", b"b"])
     await socket.send(encode(reserve()))
     await socket.send(b"PD\x09hello")
-    await socket.send(b"PD\x01" + bytes(1 << 20))
+    await socket.send(HEAD + bytes(1 << 20))
     assert b"protocol_version" in await socket.recv()
     names = ("garbage", "malformed", "stale", "version")
     await until(lambda: all(p.metric("pd_control_frames_dropped_total", reason=name) > 0 for name in names))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from server.transfer.manifest import ComponentEntry, Manifest, compare, refusal_label
+from server.transfer.manifest import PROTOCOL_VERSION, ComponentEntry, Manifest, compare, refusal_label
 from tests.transfer.support import make_geometry, make_manifest
 
 PREFILL = make_manifest("prefill")
@@ -35,7 +35,7 @@ def test_rings_items_and_draft_tokens_may_differ() -> None:
 
 
 REFUSED: dict[str, object] = {
-    "protocol_version": 2,
+    "protocol_version": PROTOCOL_VERSION + 1,
     "role": "prefill",
     "transport_kind": "mooncake",
     "transport": "rdma",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from server.engine.request import SamplingParams
 from server.transfer import protocol
+from server.transfer.manifest import PROTOCOL_VERSION
 from server.transfer.protocol import (
     MAX_FRAME_NBYTES,
     MAX_ROOM,
@@ -25,10 +26,12 @@ from server.transfer.protocol import (
     Register,
     Reserve,
     RoomRequest,
+    RoutedRequest,
     Sampling,
     Sent,
     Timings,
     VersionMismatch,
+    Waiting,
     Writes,
     decode,
     encode,
@@ -38,6 +41,7 @@ from server.transfer.protocol import (
 from tests.transfer.support import make_manifest
 
 IDS = {"prefill": "a" * 32, "decode": "b" * 32, "room": MAX_ROOM, "epoch": 7}
+HEAD = b"PD" + bytes((PROTOCOL_VERSION,))
 SAMPLING = Sampling(4, 0, 0.5, 0.9, 3, -5, ("stop",), (1, 2), False, None)
 
 
@@ -47,10 +51,17 @@ def reserve(**changes: object) -> Reserve:
     return msgspec.structs.replace(message, **changes)
 
 
+def routed(**changes: object) -> Reserve:
+    """A ``Reserve`` of a room that a router named."""
+    return reserve(request=RoutedRequest("request-1", 3, bytes(16), SAMPLING), **changes)
+
+
 MESSAGES: list[AnyMessage] = [
     Register(make_manifest("decode", session="127.0.0.1:15000")),
     Ping("b" * 32, "session"),
+    Waiting(**IDS),
     reserve(),
+    routed(),
     Done(**IDS, n=3, sent=(Sent("swa", 0, 3, 96, 2**64 - 1),), pieces=4, timings=Timings(0.0, 1.5, 0.1, 0.2)),
     Failed(**IDS, code="deadline", reason="it took too long", status=504, component="swa", writes=Writes.UNKNOWN),
     Quiesced(**IDS),
@@ -63,8 +74,8 @@ def raw(message: AnyMessage) -> dict[str, object]:
     return found
 
 
-def frame(content: object, version: int = 1) -> bytes:
-    return b"PD" + bytes([version]) + msgspec.msgpack.encode(content)
+def frame(content: object, version: int = PROTOCOL_VERSION) -> bytes:
+    return b"PD" + bytes((version,)) + msgspec.msgpack.encode(content)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
@@ -113,6 +124,18 @@ def test_a_value_out_of_range_is_refused(change: dict[str, object]) -> None:
     assert caught.value.kind == "malformed"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"n_tokens": 0}, {"prompt_hash": bytes(15)}, {"prompt_hash": bytes(17)}, {"prompt": b"abcd"}, {"type": "Other"}],
+    ids=str,
+)
+def test_a_routed_request_has_a_length_and_a_whole_hash_and_no_prompt(change: dict[str, object]) -> None:
+    content = raw(routed())
+    content["request"] |= change  # type: ignore[operator]
+    with pytest.raises(ProtocolError):
+        decode(frame(content))
+
+
 @pytest.mark.parametrize("name", ["temperature", "top_p"])
 def test_a_sampling_parameter_that_is_no_number_is_refused(name: str) -> None:
     content = raw(reserve())
@@ -123,8 +146,8 @@ def test_a_sampling_parameter_that_is_no_number_is_refused(name: str) -> None:
 
 def test_another_version_is_told_apart_from_garbage() -> None:
     with pytest.raises(VersionMismatch) as caught:
-        decode(frame({"type": "Hello"}, version=2))
-    assert caught.value.theirs == 2
+        decode(frame({"type": "Hello"}, version=PROTOCOL_VERSION + 1))
+    assert caught.value.theirs == PROTOCOL_VERSION + 1
 
 
 def test_frames_over_their_cap_are_refused_on_both_sides() -> None:
@@ -145,7 +168,7 @@ def test_frames_over_their_cap_are_refused_on_both_sides() -> None:
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused(data: bytes) -> None:
-    for content in (data, b"PD\x01" + data):
+    for content in (data, HEAD + data):
         with pytest.raises(ProtocolError):
             decode(content)
 
@@ -164,7 +187,7 @@ def test_a_damaged_message_is_refused_or_another_valid_message() -> None:
 
 def test_deep_nesting_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        decode(b"PD\x01" + b"\x91" * 100_000 + b"\xc0")
+        decode(HEAD + b"\x91" * 100_000 + b"\xc0")
 
 
 def test_token_ids_are_little_endian_int32() -> None:

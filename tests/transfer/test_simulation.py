@@ -16,7 +16,8 @@ WEATHERS = {
     "prefill restarts": Weather(prefill_crash=0.05, abort=0.02, unknown=0.05, slow=0.1),
     "decode restarts": Weather(decode_crash=0.05, abort=0.02, unknown=0.05, slow=0.1),
     "reconnects": Weather(connection_lost=0.05, loss=0.1, duplicate=0.1, unknown=0.1),
-    "everything": Weather(0.1, 0.1, 0.2, 0.05, 0.05, 0.05, 0.05, 0.03, 0.1, 0.01, 0.01, 0.01),
+    "half rooms": Weather(half_lost=0.3, http_abort=0.03, abort=0.03, loss=0.1, duplicate=0.1, slow=0.1),
+    "everything": Weather(0.1, 0.1, 0.2, 0.05, 0.05, 0.05, 0.05, 0.03, 0.1, 0.01, 0.01, 0.01, 0.1, 0.02),
 }
 SEEDS_A_BLOCK = 75
 
@@ -32,3 +33,4 @@ def test_every_room_ends_and_memory_has_one_owner(name: str, block: int) -> None
             raise AssertionError(f"seed {seed}: {error}") from error
         if name == "calm":
             assert not world.decode.failures
+            assert not world.prefill.refused

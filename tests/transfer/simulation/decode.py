@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from server.cache.handoff import prompt_hash
 from server.cache.layout import Placement
 from server.transfer.decode_room import (
     Commit,
@@ -30,9 +31,12 @@ from server.transfer.protocol import (
     Progress,
     Rejected,
     Reserve,
+    RoomIds,
     RoomMessage,
     RoomRequest,
+    RoutedRequest,
     Sampling,
+    Waiting,
     ids_of,
     pack_tokens,
 )
@@ -57,6 +61,7 @@ class Client:
     room: DecodeRoom | None = None
     session: int = 0
     placement: Placement | None = None
+    is_routed: bool = False
     told: int = 0
     decoding: bool = False
 
@@ -97,11 +102,14 @@ class SimulatedDecode:
 
     # --- requests ---
 
-    def ask(self) -> None:
-        """A client comes. The ids of rooms come again, as soon as the node is finished with them."""
+    def ask(self, named: int | None = None) -> None:
+        """A client comes, with the room that a router ``named`` or one of this node's own.
+
+        The ids of rooms come again, as soon as the node is finished with them.
+        """
         used = {key.room for key in self._clients}
-        room = next(room for room in range(100, 200) if room not in used)
-        client = Client(RoomKey(room, next(self._epochs), f"{self.life:032x}"))
+        room = next(room for room in range(100, 200) if room not in used) if named is None else named
+        client = Client(RoomKey(room, next(self._epochs), f"{self.life:032x}"), is_routed=named is not None)
         self._clients[client.key] = client
         self._waiting.append(client)
         self._admit()
@@ -117,7 +125,9 @@ class SimulatedDecode:
 
     def _open(self, client: Client, placement: Placement) -> None:
         key = client.key
-        request = RoomRequest(f"r{key.epoch}", pack_tokens(range(N_TOKENS)), SAMPLING)
+        request: RoomRequest | RoutedRequest = RoomRequest(f"r{key.epoch}", pack_tokens(range(N_TOKENS)), SAMPLING)
+        if client.is_routed:
+            request = RoutedRequest(f"r{key.epoch}", N_TOKENS, prompt_hash(range(N_TOKENS)), SAMPLING)
         reserve = Reserve(
             PREFILL, key.decode, key.room, key.epoch, placement.slot, placement.pages, ("swa",), request, 30.0
         )
@@ -132,13 +142,20 @@ class SimulatedDecode:
         for client in list(self._clients.values()):
             if self._world.hits(self._world.weather.abort):
                 self._abort(client)
+            elif client.is_routed and client.room is None:
+                self._world.to_prefill(Waiting(**_ids(client.key)))
             self._feed(client, Tick())
+
+    def _end_waiting(self, client: Client) -> None:
+        self._waiting.remove(client)
+        client.told += 1
+        self._end(client)
 
     def _abort(self, client: Client) -> None:
         if client.room is None:
-            self._waiting.remove(client)
-            client.told += 1
-            self._end(client)
+            self._end_waiting(client)
+            if client.is_routed:
+                self._world.to_prefill(Abort(**_ids(client.key), reason="simulated"))
         elif client.room.active:
             self._feed(client, GivenUp(ABORTED))
 
@@ -152,6 +169,8 @@ class SimulatedDecode:
         self._session = 0
         for client in self._of(session):
             self._feed(client, PeerLost(LOST))
+        for client in [client for client in self._waiting if client.is_routed]:
+            self._end_waiting(client)
 
     def fenced(self, session: int) -> None:
         for client in self._of(session):
@@ -164,7 +183,9 @@ class SimulatedDecode:
         assert isinstance(message, RoomMessage)
         assert not isinstance(message, Reserve | Abort | Committed | Rejected)
         client = self._clients.get(RoomKey(message.room, message.epoch, message.decode))
-        if client is not None and not client.decoding:
+        if client is not None and client.room is None and isinstance(message, FailedMessage):
+            self._end_waiting(client)
+        elif client is not None and not client.decoding:
             self._feed(client, message)  # type: ignore[arg-type]
         elif isinstance(message, Done) and self._was_committed(message):
             self._world.to_prefill(Committed(**ids_of(message)))
@@ -197,6 +218,7 @@ class SimulatedDecode:
                 )
             case Commit():
                 client.told += 1
+                world.committed.add(client.key.room)
                 self.memory.check_committed(client.key, action.done.pieces)
                 self.memory.allocator.commit(client.key)
                 client.decoding = True
@@ -229,3 +251,7 @@ class SimulatedDecode:
     def _end(self, client: Client) -> None:
         del self._clients[client.key]
         self._over.append(client)
+
+
+def _ids(key: RoomKey) -> RoomIds:
+    return {"prefill": PREFILL, "decode": key.decode, "room": key.room, "epoch": key.epoch}

@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from server.cache.layout import Placement
+from server.engine.generation import NodeGeneration
+from server.engine.request import GenerationRequest, NamedRoom, RequestFailed, TokenLogprob
+from server.prefill.pairing import HttpHalf, Pairing
+from server.prefill.work import read_request
 from server.transfer.plan import Rows
 from server.transfer.prefill_events import (
     Admitted,
@@ -36,10 +40,13 @@ from server.transfer.protocol import (
     Quiesced,
     Rejected,
     Reserve,
+    RoutedRequest,
+    Waiting,
     Writes,
     ids_of,
 )
 from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick, Tombstones
+from tests.nodes.support import FakeTokenizer
 from tests.transfer.simulation.memory import N_TOKENS, Write, allocator
 
 if TYPE_CHECKING:
@@ -55,6 +62,9 @@ class Prompt:
 
     room: PrefillRoom
     session: int
+    request: GenerationRequest
+    half: HttpHalf | None = None
+    first: TokenLogprob | None = None
     placement: Placement | None = None
     computing: bool = False
     batches: dict[int, str] = field(default_factory=dict)
@@ -66,6 +76,7 @@ class SimulatedPrefill:
     def __init__(self, world: World, n_slots: int, seed: int) -> None:
         self._world, self._n_slots, self._seed = world, n_slots, seed
         self.life = 0
+        self.refused: list[RequestFailed] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -74,6 +85,15 @@ class SimulatedPrefill:
         self._prompts: dict[RoomKey, Prompt] = {}
         self._queue: deque[Prompt] = deque()
         self._stones = Tombstones()
+        self._clients: dict[int, NodeGeneration] = {}
+        self._pairing = Pairing(
+            self._feed,  # type: ignore[arg-type]
+            self._enqueue,  # type: ignore[arg-type]
+            self._tell,
+            FakeTokenizer(),
+            self._world.deadlines.pair_s,
+            clock=lambda: self._world.now,
+        )
 
     def crash(self) -> None:
         self._begin()
@@ -84,14 +104,30 @@ class SimulatedPrefill:
 
     @property
     def is_over(self) -> bool:
-        return not self._prompts
+        return not self._prompts and not self._pairing.n_http
 
     def check_over(self) -> None:
+        for room, client in self._clients.items():
+            assert client.ended, f"the client of room {room} was told nothing"
+            if client._route is not None:
+                assert room in self._world.committed, f"room {room} was answered and not committed"
         assert self._allocator.counts()["slots"]["free"] == self._n_slots, "a slot leaked on the prefill node"
 
     def tick(self) -> None:
         for prompt in list(self._prompts.values()):
             self._feed(prompt, Tick())
+        self._pairing.tick()
+        for client in self._clients.values():
+            if self._world.hits(self._world.weather.http_abort):
+                client.abort()
+
+    def ask(self, room: int) -> None:
+        """A client comes over HTTP, with a room that a router named."""
+        request = GenerationRequest(f"h{room}", tuple(range(N_TOKENS)), named=NamedRoom(room))
+        try:
+            self._clients[room] = self._pairing.submit(request)
+        except RequestFailed as failure:
+            self.refused.append(failure)
 
     # --- the peer ---
 
@@ -110,14 +146,17 @@ class SimulatedPrefill:
         self._feed(prompt, SenderGone())
 
     def deliver(self, message: AnyMessage) -> None:
-        assert isinstance(message, Reserve | Abort | Committed | Rejected)
+        assert isinstance(message, Waiting | Reserve | Abort | Committed | Rejected)
         key = RoomKey(message.room, message.epoch, message.decode)
-        if key in self._prompts:
+        if isinstance(message, Waiting):
+            self._pairing.heard(message)
+        elif key in self._prompts:
             self._feed(self._prompts[key], message)
         elif isinstance(message, Reserve):
             self._on_reserve(key, message)
         elif isinstance(message, Abort):
             failure = Failure("aborted", message.reason, 499)
+            self._pairing.given_up(key, failure)
             if self._stones.clean(key):
                 self._stones.bury(key, failure, clean=True)
                 self._world.to_decode(Quiesced(**ids_of(message)))
@@ -131,14 +170,22 @@ class SimulatedPrefill:
             self._world.to_decode(failed_message(reserve, failure, writes))
             return
         is_twice = any(other.room == key.room and other.decode == key.decode for other in self._prompts)
-        prompt = Prompt(PrefillRoom(reserve, N_TOKENS, self._world.deadlines, self._world.now), self._world.session)
+        room = PrefillRoom(reserve, N_TOKENS, self._world.deadlines, self._world.now)
+        prompt = Prompt(room, self._world.session, read_request(reserve))
         self._prompts[key] = prompt
-        if is_twice:
-            self._feed(prompt, GivenUp(Failure("duplicate_room", "simulated", 409)))
-            return
-        self._feed(prompt, reserve)
+        twice = Failure("duplicate_room", "simulated", 409)
+        self._feed(prompt, GivenUp(twice) if is_twice else reserve)
+        if isinstance(reserve.request, RoutedRequest):
+            self._pairing.reserved(prompt)  # type: ignore[arg-type]
+        elif not is_twice:
+            self._enqueue(prompt)
+
+    def _enqueue(self, prompt: Prompt) -> None:
         self._queue.append(prompt)
         self._admit()
+
+    def _tell(self, waiting: Waiting, failure: Failure) -> None:
+        self._world.to_decode(failed_message(waiting, failure, Writes.SETTLING))
 
     # --- the engine ---
 
@@ -173,6 +220,7 @@ class SimulatedPrefill:
             self._compute_later(prompt, chunk + 1)
         else:
             prompt.computing = False
+            prompt.first = TokenLogprob(1, -0.5)
             self._feed(prompt, Computed({"swa": 1}, 1.0, 0.0))
 
     def _stop_computing(self, prompt: Prompt) -> None:
@@ -190,6 +238,7 @@ class SimulatedPrefill:
         if self._prompts.get(prompt.room.key) is prompt:
             for action in prompt.room.handle(event, self._world.now):
                 self._perform(prompt, action)
+            self._pairing.moved(prompt)  # type: ignore[arg-type]
 
     def _perform(self, prompt: Prompt, action: PrefillAction) -> None:
         world, key = self._world, prompt.room.key

@@ -20,7 +20,7 @@ NETWORK_S = 0.01
 
 @dataclass(frozen=True)
 class Weather:
-    """Probabilities of what goes wrong, each per occasion (a message, a batch, a chunk, a tick)."""
+    """Probabilities of what goes wrong, each per occasion (a message, a batch, a chunk, a tick, a room)."""
 
     loss: float = 0.0
     duplicate: float = 0.0
@@ -34,6 +34,9 @@ class Weather:
     prefill_crash: float = 0.0
     decode_crash: float = 0.0
     connection_lost: float = 0.0
+    half_lost: float = 0.0
+    """The request of a room that a router named comes to one node only."""
+    http_abort: float = 0.0
 
 
 class World:
@@ -48,13 +51,23 @@ class World:
         self.session = 0
         self._sessions = itertools.count(1)
         self._open_sessions: set[int] = set()
+        self.committed: set[int] = set()
+        """Rooms whose state the decode node has proved."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self.prefill = SimulatedPrefill(self, n_slots, seed)
         self.decode = SimulatedDecode(self, n_slots, seed)
         self.register()
-        for _ in range(n_rooms):
+        for room in range(1000, 1000 + n_rooms, 2):
             self.at(self.rng.uniform(0, 5), self.decode.ask)
+            self.at(self.rng.uniform(0, 5), lambda room=room: self.route(room))  # type: ignore[misc]
+
+    def route(self, room: int) -> None:
+        """A router sends one request to both nodes, which get it at about the same time."""
+        if not self.hits(self.weather.half_lost):
+            self.at(self.rng.uniform(0, 3), lambda: self.decode.ask(room))
+        if not self.hits(self.weather.half_lost):
+            self.at(self.rng.uniform(0, 3), lambda: self.prefill.ask(room))
 
     # --- time ---
 
