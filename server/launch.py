@@ -98,8 +98,8 @@ class Groundwork:
 
 
 def lay_groundwork(role: str, options: NodeOptions, *, draft: bool = False, spec_tokens: int = 0) -> Groundwork:
-    """What a ``prefill`` or ``decode`` node stands on: loads the checkpoint, with its draft layer if ``draft``, and lays
-    out the pools for ``spec_tokens`` draft tokens a step.
+    """What a ``prefill`` or ``decode`` node stands on: loads the checkpoint, with its draft layer if ``draft``, and
+    lays out the pools for ``spec_tokens`` draft tokens a step.
 
     Raises one of :data:`STARTUP_ERRORS`.
     """
