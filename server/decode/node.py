@@ -98,6 +98,9 @@ class DecodeNode:
 
     async def ready(self) -> tuple[bool, str]:
         """Whether a request could be served now: with peers, whether a probe write by one of them really arrives."""
+        is_alive, reason = self.alive()
+        if not is_alive:
+            return False, reason
         try:
             self._desk.check_serving()
         except RequestFailed as failure:

@@ -90,7 +90,8 @@ class Prober:
         self._waiting[probe.nonce] = asyncio.get_running_loop().create_future()
         try:
             link.send(probe)
-            done = await asyncio.wait_for(self._waiting[probe.nonce], self._deadline_s)
+            async with asyncio.timeout(self._deadline_s):
+                done = await self._waiting[probe.nonce]
         except TimeoutError:
             return f"no answer to a probe transfer within {self._deadline_s:g} s"
         finally:

@@ -209,7 +209,8 @@ class PeerLink:
 
     async def _wait_for_change(self, timeout_s: float) -> None:
         try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # not wait_for: it may swallow the cancel that close() waits for
+                await self._changed.wait()
         except TimeoutError:
             return
         self._changed.clear()
