@@ -26,6 +26,7 @@ from server.transfer.protocol import (
     Abort,
     AnyMessage,
     Failed,
+    Ping,
     Quiesced,
     Refused,
     Register,
@@ -43,6 +44,7 @@ from server.transfer.protocol import (
 
 NOWHERE = 1 << 40
 """An address at which no process has memory that Mooncake knows."""
+PING_S = 1.0
 PAGES, SLOTS, PAGE_SIZE = 32, 4, 256
 M = TypeVar("M")
 
@@ -112,6 +114,12 @@ class RoguePeer:
         return failed
 
 
+async def _ping_for_ever(peer: RoguePeer) -> None:
+    while True:
+        peer.send(Ping(peer.manifest.incarnation, peer.manifest.session))
+        await asyncio.sleep(PING_S)
+
+
 @asynccontextmanager
 async def rogue_peer(
     bootstrap: str, session: str = "", arena_base: int = NOWHERE, *, timeout_s: float = 10.0
@@ -141,7 +149,11 @@ async def rogue_peer(
         peer = RoguePeer(manifest, "", dealer)
         peer.send(Register(manifest))
         peer.prefill = (await peer.receive(Registered, timeout_s)).manifest.incarnation
-        yield peer
+        pinging = asyncio.create_task(_ping_for_ever(peer))
+        try:
+            yield peer
+        finally:
+            pinging.cancel()
     finally:
         dealer.close()
         context.term()

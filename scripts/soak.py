@@ -17,19 +17,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from process_pair import PairFailed, StopRequested, StopSignals, free_ports
-from quickstart import HOST
+from process_pair import PairFailed, StopRequested, StopSignals
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from soak_chaos import Field, disturb
-from soak_client import End, Outcome, ask, judge
-from soak_nodes import Node, Resources, SoakFailed, until
+from soak_chaos import disturb
+from soak_client import Outcome, ask, judge
+from soak_nodes import Field, Node, Resources, SoakFailed, running, until
 from soak_plan import Episode, Event, Plan, Question, Room, make_plan
 
 START_S = 120.0
@@ -39,7 +36,6 @@ SETTLE_S = 40.0
 room of a dead peer.
 """
 ORACLE_TIMEOUT_S = 300.0
-STOP_S = 60.0
 EXECUTOR_THREADS = min(32, (os.cpu_count() or 1) + 4)
 """asyncio's pool for blocking calls grows to this many threads as it is used, and keeps them."""
 WARM_UP = Question("/v1/completions", {"prompt": list(range(10, 80)), "max_tokens": 3, "n": 4, "temperature": 0})
@@ -227,52 +223,23 @@ def _shown(question: Question) -> str:
     return f"{question.path} {text if len(text) < 400 else text[:400] + '...'}"
 
 
-@asynccontextmanager
-async def running(plan: Plan, logs: Path) -> AsyncIterator[tuple[Field, Node]]:
-    """The pair of the plan and the process that computes alone, all started and none awaited."""
-    count = plan.prefill_nodes
-    decode_port, oracle_port, *ports = free_ports(2 + 2 * count)
-    http, control = ports[:count], ports[count:]
-    common = ["--poison", "--slots", "4", "--pages", "64", "--permute-ids"]
-    prefills = tuple(
-        Node(
-            f"prefill{i}",
-            [
-                "launch_prefill",
-                "--bootstrap-port",
-                str(control[i]),
-                "--chunk-tokens",
-                "64",
-                *common,
-                str(plan.seed + i),
-            ],
-            http[i],
-            logs,
-        )
-        for i in range(count)
-    )
-    addresses = tuple(f"{HOST}:{port}" for port in control)
-    peers = [word for address in addresses for word in ("--prefill", address)]
-    decode = Node(
-        "decode", ["launch_decode", *peers, "--spec-tokens", "3", *common, str(plan.seed + count)], decode_port, logs
-    )
-    oracle = Node("oracle", ["launch_decode", "--local-prefill"], oracle_port, logs)
-    nodes = Field(decode, prefills, addresses)
-    everything = [*nodes.nodes, oracle]
-    try:
-        for node in everything:
-            node.start()
-        yield nodes, oracle
-    finally:
-        await asyncio.gather(*(asyncio.to_thread(node.stop, STOP_S) for node in everything))
+async def soak(
+    plan: Plan,
+    logs: Path,
+    console: Console,
+    client_timeout_s: float,
+    *,
+    prefill_options: tuple[str, ...] = (),
+    decode_options: tuple[str, ...] = (),
+) -> Report:
+    """Plays ``plan`` against nodes with these further options.
 
-
-async def soak(plan: Plan, logs: Path, console: Console, client_timeout_s: float) -> Report:
-    """Plays ``plan``. Raises :class:`SoakFailed` or :class:`PairFailed` if the servers cannot be run."""
+    Raises :class:`SoakFailed` or :class:`process_pair.PairFailed` if the servers cannot be run.
+    """
     report, started = Report(plan), time.monotonic()
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     try:
-        async with running(plan, logs) as (nodes, oracle):
+        async with running(plan.seed, plan.prefill_nodes, logs, prefill_options, decode_options) as (nodes, oracle):
             left, _ = await until(lambda: _no_health(oracle), START_S)
             if left:
                 raise SoakFailed(f"the process that computes alone does not start: {left}; see {oracle.logs[-1]}")
@@ -342,8 +309,6 @@ def summary(report: Report) -> str:
         f"{report.elapsed_s:.0f} s"
     )
 
-
-__all__ = ["End", "Finding", "Report", "Soak", "grown", "logged_errors", "main", "soak", "summary"]
 
 if __name__ == "__main__":
     sys.exit(main())

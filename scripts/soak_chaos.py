@@ -7,14 +7,13 @@ import contextlib
 import random
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import zmq
 from quickstart import HOST
 from rogue_peer import RogueFailed, deaf_port, rogue_peer
-from soak_nodes import Node
+from soak_nodes import Field
 from soak_plan import Event, Kind
 
 from server.cache.layout import PROBE_NBYTES
@@ -26,25 +25,6 @@ TERMINATE_S = 60.0
 ROGUE_S = 30.0
 FLOOD_PIECES = 3000
 FLOOD_PIECE_NBYTES = 64
-
-
-@dataclass(frozen=True)
-class Field:
-    """The nodes of a run. ``bootstraps`` are the prefill nodes' control addresses, in their order."""
-
-    decode: Node
-    prefills: tuple[Node, ...]
-    bootstraps: tuple[str, ...]
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        return (*self.prefills, self.decode)
-
-    def node(self, name: str) -> Node:
-        return next(node for node in self.nodes if node.name == name)
-
-    def bootstrap(self, name: str) -> str:
-        return self.bootstraps[[node.name for node in self.prefills].index(name)]
 
 
 async def disturb(event: Event, field: Field) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import json
 import time
@@ -17,7 +16,8 @@ from soak_plan import HARMLESS, Event, Kind, Question, Room
 REFUSALS = frozenset({429, 502, 503, 504})
 """With these a right request may be turned away while a disturbance lasts."""
 
-RECONNECT_S = 0.2
+RECONNECT_S, RECONNECT_FOR_S = 0.2, 150.0
+"""A client that finds nobody tries again every so often, for longer than a node may take to start."""
 
 
 class End(enum.StrEnum):
@@ -89,26 +89,29 @@ def _tokens(logprobs: dict[str, Any]) -> Iterable[Any]:
 async def ask(url: str, question: Question, room: Room | None = None, *, timeout_s: float) -> Outcome:
     """Asks on a connection of its own; ``room`` says whether to stream and when to go away.
 
-    While nobody listens (a node is being restarted) it tries again.
+    While nobody listens (a node is being restarted) it tries again; the deadline counts from the connection.
     """
-    outcome = Outcome()
-    started = time.monotonic()
+    outcome = Outcome(End.BROKEN)
     leave_s = room.abort_s if room is not None else None
-    try:
-        async with asyncio.timeout(timeout_s if leave_s is None else leave_s):
-            while True:
-                with contextlib.suppress(httpx.ConnectError):
-                    await _read(url, question, outcome, stream=room is not None and room.stream, timeout_s=timeout_s)
-                    break
-                await asyncio.sleep(RECONNECT_S)
-    except TimeoutError:
-        outcome.end = End.HUNG if leave_s is None else End.ABORTED
-    except httpx.TimeoutException:
-        outcome.end = End.HUNG
-    except (httpx.TransportError, httpx.StreamError) as error:
-        outcome.end = End.BROKEN
-        outcome.error = {"code": type(error).__name__, "message": str(error)}
-    outcome.seconds = time.monotonic() - started
+    began = time.monotonic()
+    while time.monotonic() - began < RECONNECT_FOR_S:
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s if leave_s is None else leave_s):
+                await _read(url, question, outcome, stream=room is not None and room.stream, timeout_s=timeout_s)
+        except httpx.ConnectError as error:
+            outcome.error = {"code": "ConnectError", "message": str(error)}
+            await asyncio.sleep(RECONNECT_S)
+            continue
+        except TimeoutError:
+            outcome.end = End.HUNG if leave_s is None else End.ABORTED
+        except httpx.TimeoutException:
+            outcome.end = End.HUNG
+        except httpx.TransportError as error:
+            outcome.end = End.BROKEN
+            outcome.error = {"code": type(error).__name__, "message": str(error)}
+        outcome.seconds = time.monotonic() - started
+        break
     return outcome
 
 
@@ -118,6 +121,7 @@ async def _read(url: str, question: Question, outcome: Outcome, *, stream: bool,
         httpx.AsyncClient(base_url=url, timeout=timeout_s, trust_env=False) as client,
         client.stream("POST", question.path, json=body) as response,
     ):
+        outcome.error = {}
         outcome.status, outcome.prefill = response.status_code, response.headers.get("x-pd-prefill")
         if not response.is_success:
             outcome.error = json.loads(await response.aread())["error"]

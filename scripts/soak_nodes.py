@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-from process_pair import Process
+from process_pair import Process, free_ports
 from prometheus_client.parser import text_string_to_metric_families
 from quickstart import BIN, HOST
 
 POLL_S = 0.05
+STOP_S = 60.0
+"""For every process to end in order, at the end of a run."""
 
 
 class SoakFailed(Exception):
@@ -136,6 +139,55 @@ class Node:
 
 def _sample_name(name: str, labels: dict[str, str]) -> str:
     return name + "{" + ",".join(value for _, value in sorted(labels.items())) + "}" if labels else name
+
+
+@dataclass(frozen=True)
+class Field:
+    """The nodes of a run. ``bootstraps`` are the prefill nodes' control addresses, in their order."""
+
+    decode: Node
+    prefills: tuple[Node, ...]
+    bootstraps: tuple[str, ...]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return (*self.prefills, self.decode)
+
+    def node(self, name: str) -> Node:
+        return next(node for node in self.nodes if node.name == name)
+
+    def bootstrap(self, name: str) -> str:
+        return self.bootstraps[[node.name for node in self.prefills].index(name)]
+
+
+@asynccontextmanager
+async def running(
+    seed: int, prefill_nodes: int, logs: Path, prefill_options: tuple[str, ...], decode_options: tuple[str, ...]
+) -> AsyncIterator[tuple[Field, Node]]:
+    """A decode node with its prefill nodes, and the process that computes alone: all started, and none awaited.
+
+    ``seed`` shuffles the pages and slots that they hand out. All of them are ended on every way out.
+    """
+    decode_port, oracle_port, *ports = free_ports(2 + 2 * prefill_nodes)
+    http, control = ports[:prefill_nodes], ports[prefill_nodes:]
+    common = ["--poison", "--slots", "4", "--pages", "64", "--permute-ids"]
+    prefill = ["launch_prefill", "--chunk-tokens", "64", *prefill_options, *common]
+    prefills = tuple(
+        Node(f"prefill{i}", [*prefill, str(seed + i), "--bootstrap-port", str(control[i])], http[i], logs)
+        for i in range(prefill_nodes)
+    )
+    addresses = tuple(f"{HOST}:{port}" for port in control)
+    peers = [word for address in addresses for word in ("--prefill", address)]
+    command = ["launch_decode", *peers, "--spec-tokens", "3", *decode_options, *common, str(seed + prefill_nodes)]
+    nodes = Field(Node("decode", command, decode_port, logs), prefills, addresses)
+    oracle = Node("oracle", ["launch_decode", "--local-prefill"], oracle_port, logs)
+    everything = [*nodes.nodes, oracle]
+    try:
+        for node in everything:
+            node.start()
+        yield nodes, oracle
+    finally:
+        await asyncio.gather(*(asyncio.to_thread(node.stop, STOP_S) for node in everything))
 
 
 async def until(look: Callable[[], Any], timeout_s: float) -> tuple[Any, float]:
