@@ -89,6 +89,15 @@ class Process:
     def pid(self) -> int | None:
         return self._child.pid if self._child else None
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while the child runs; minus the signal's number if one ended it."""
+        return self._child.poll() if self._child is not None else None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self._child is not None:
+            self._child.send_signal(number)
+
     def check(self) -> None:
         """Raises :class:`PairFailed` with the end of the log if the child has ended."""
         if self._child is None or self._child.poll() is None:

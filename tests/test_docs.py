@@ -12,6 +12,7 @@ import gsm8k
 import knockout
 import pytest
 import quickstart
+import soak
 
 from server.cache.layout import ArenaLayout
 from server.cache.live import LIVE_RULES, live_positions
@@ -139,6 +140,7 @@ def test_named_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
         gsm8k.parse_args,
         bench.parse_args,
         knockout.main,
+        soak.main,
     )
     helps = "".join(help_of(command, capsys) for command in commands)
     for script in ("setup", "test"):
