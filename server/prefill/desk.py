@@ -39,14 +39,11 @@ from server.prefill.work import (
     Outgoing,
     RoomWork,
     engine_failure,
-    n_tokens_of,
     placement_failure,
-    read_request,
 )
 from server.transfer.bootstrap import DecodePeer
 from server.transfer.checks import Check
 from server.transfer.faults import skipped_checks
-from server.transfer.plan import Side, check_holds
 from server.transfer.prefill_events import (
     Admitted,
     Advanced,
@@ -65,21 +62,11 @@ from server.transfer.prefill_events import (
     Release,
     SenderGone,
 )
-from server.transfer.prefill_room import PrefillPhase, PrefillRoom, failed_message
+from server.transfer.prefill_room import PrefillPhase, failed_message
 from server.transfer.protocol import (
-    Abort,
     AnyMessage,
-    Committed,
-    PeerMessage,
-    Probe,
-    ProtocolError,
-    Quiesced,
-    Rejected,
-    Reserve,
-    RoutedRequest,
     Waiting,
     Writes,
-    ids_of,
 )
 from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick, Tombstones
 from server.transfer.sender import SendOutcome, SendResult
@@ -107,17 +94,15 @@ class RoomDesk:
         self._faults = SendingFaults(parts.arena, parts.faults)
         self._make_transport = self._faults.wrapping(parts.make_transport)
         self._send = send
-        self._max_tokens = min(settings.max_context, parts.allocator.capacity_tokens)
-        self._vocab_size = parts.tokenizer.vocab_size
         self._max_queue = settings.max_queue
         self._deadlines = settings.deadlines
         self._metrics = parts.metrics
-        self._tombstones = Tombstones()
-        self._probes = ProbeWriter(parts.arena, settings.deadlines.probe_s, send)
+        self.tombstones = Tombstones()
+        self.probes = ProbeWriter(parts.arena, settings.deadlines.probe_s, send)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self.refusing: Failure | None = None
-        self.pairing = Pairing(self._step, self._enqueue, self._tell, parts.tokenizer, settings.deadlines.pair_s)
+        self.pairing = Pairing(self.step, self.enqueue, self._tell, parts.tokenizer, settings.deadlines.pair_s)
 
     async def close(self) -> None:
         """Closes the senders; the rooms should have been given up before."""
@@ -138,25 +123,25 @@ class RoomDesk:
         """Refuses every room that is still to come or has not begun; the others go on."""
         self.refusing = failure
         for work in [*self.queue, *self.pairing.rooms]:
-            self._step(work, GivenUp(failure))
+            self.step(work, GivenUp(failure))
         self.pairing.fail_all(failure)
 
     def refuse_all(self, failure: Failure) -> None:
         """Gives up every room, and every room that is still to come."""
         self.refusing = failure
         for work in list(self.works.values()):
-            self._step(work, GivenUp(failure))
+            self.step(work, GivenUp(failure))
         self.pairing.fail_all(failure)
 
     def engine_died(self, failure: Failure) -> None:
         """No engine event will come any more: every room ends, and its memory is as quiet as its writes are."""
         self.refuse_all(failure)
         for work in list(self.works.values()):
-            self._step(work, EngineIdle(failure))
+            self.step(work, EngineIdle(failure))
 
     def tick(self) -> None:
         for work in list(self.works.values()):
-            self._step(work, Tick())
+            self.step(work, Tick())
         self.pairing.tick()
 
     def submit(self, request: GenerationRequest) -> NodeGeneration:
@@ -171,18 +156,20 @@ class RoomDesk:
             raise RequestFailed("overloaded", f"{n_waiting} requests wait for the prefill node already", status=503)
         return self.pairing.submit(request)
 
-    # --- BootstrapHandler ---------------------------------------------------------------------------------------------
+    # --- decode nodes -------------------------------------------------------------------------------------------------
 
-    def on_registered(self, peer: DecodePeer) -> None:
+    def meet(self, peer: DecodePeer) -> None:
+        """A decode node has registered: it gets its own sender."""
         self.targets[peer] = PeerSender(peer, self._arena, self._make_transport, self._on_send_result)
 
-    def on_lost(self, peer: DecodePeer, failure: Failure) -> None:
+    def part(self, peer: DecodePeer, failure: Failure) -> None:
+        """A registration is over: so are its rooms."""
         target = self.targets.pop(peer, None)
         if target is None:
             return
         for work in self._rooms_of(target):
-            self._step(work, PeerLost(failure))
-        self._tombstones.drop_peer(peer.incarnation)
+            self.step(work, PeerLost(failure))
+        self.tombstones.drop_peer(peer.incarnation)
         self._spawn(self._close_target(target))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
@@ -193,61 +180,9 @@ class RoomDesk:
     async def _close_target(self, target: PeerSender) -> None:
         await target.close(_SENDER_CLOSE_S)
         for work in self._rooms_of(target):
-            self._step(work, SenderGone())
+            self.step(work, SenderGone())
 
-    def on_message(self, peer: DecodePeer, message: PeerMessage) -> None:
-        target = self.targets[peer]
-        match message:
-            case Probe() if self.refusing is not None:
-                self._probes.refuse(target, message, self.refusing.reason)
-            case Probe():
-                self._probes.start(target, message)
-            case Reserve():
-                try:
-                    self._on_reserve(target, message)
-                except Exception as error:
-                    log.exception("a Reserve of %s could not be handled", peer)
-                    self._send(peer, failed_message(message, _broken(error), Writes.SETTLING))
-            case Waiting():
-                self.pairing.heard(message)
-            case Abort() | Committed() | Rejected():
-                work = self.works.get(RoomKey(message.room, message.epoch, message.decode))
-                if work is not None:
-                    self._step(work, message)
-                elif isinstance(message, Abort):
-                    self._on_abort_of_unknown(peer, message)
-            case _:
-                self._metrics.dropped("direction")
-
-    def _on_reserve(self, target: PeerSender, reserve: Reserve) -> None:
-        key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
-        if key in self.works:
-            self._step(self.works[key], reserve)
-            return
-        stone = self._tombstones.refuses(key)
-        if stone is not None:
-            failure = stone.failure or Failure("room_over", f"{key} is over already", 409)
-            writes = Writes.SETTLING if self._tombstones.clean(key) else Writes.UNKNOWN
-            self._send(target.peer, failed_message(reserve, failure, writes))
-            return
-        try:
-            request = read_request(reserve)
-            n_tokens = n_tokens_of(reserve, request)
-            failure_at_once = self._check(target, reserve, request, n_tokens)
-        except ProtocolError as error:
-            self._metrics.dropped(error.kind)
-            return
-        room = PrefillRoom(reserve, n_tokens, self._deadlines, time.monotonic())
-        work = RoomWork(room, request, target)
-        self.works[key] = work
-        self._faults.entered(room.phase)
-        self._step(work, reserve if failure_at_once is None else GivenUp(failure_at_once))
-        if isinstance(reserve.request, RoutedRequest):
-            self.pairing.reserved(work)
-        elif failure_at_once is None:
-            self._enqueue(work)
-
-    def _enqueue(self, work: RoomWork) -> None:
+    def enqueue(self, work: RoomWork) -> None:
         self.queue.append(work)
         self._admit()
 
@@ -256,38 +191,6 @@ class RoomDesk:
         for peer in self.targets:
             if peer.incarnation == waiting.decode:
                 self._send(peer, failed_message(waiting, failure, Writes.SETTLING))
-
-    def _check(self, target: PeerSender, reserve: Reserve, request: GenerationRequest, n: int) -> Failure | None:
-        """Why this node will never compute ``reserve`` with its ``n`` tokens, or None."""
-        if self.refusing is not None:
-            return self.refusing
-        if self.n_waiting >= self._max_queue:
-            return Failure("overloaded", f"{self.n_waiting} rooms wait for the prefill node already", 503)
-        if any(work.room.key.room == reserve.room and work.target is target for work in self.works.values()):
-            return Failure("duplicate_room", f"room {reserve.room} is under way in another epoch", 409)
-        prompt = request.prompt_ids or (0,)  # one that comes over HTTP was checked there
-        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            return Failure("bad_token", f"a prompt token is not in the vocabulary of {self._vocab_size}", 400)
-        if n > self._max_tokens:
-            reason = f"the prompt has {n} tokens, the prefill node computes at most {self._max_tokens}"
-            return Failure("context_length_exceeded", reason, 400)
-        try:
-            check_holds(Side(target.peer.layout, Placement(reserve.slot, reserve.pages)), n, reserve.components)
-            for name in reserve.components:
-                self._arena.layout.component(name)
-        except LayoutError as error:
-            return Failure("bad_reserve", str(error), 400)
-        return None
-
-    def _on_abort_of_unknown(self, peer: DecodePeer, abort: Abort) -> None:
-        key = RoomKey(abort.room, abort.epoch, abort.decode)
-        failure = Failure("aborted", abort.reason, 499)
-        self.pairing.given_up(key, failure)
-        if self._tombstones.clean(key):
-            self._tombstones.bury(key, failure, clean=True)
-            self._send(peer, Quiesced(**ids_of(abort)))
-        else:
-            self._send(peer, failed_message(abort, failure, Writes.UNKNOWN))
 
     # --- rooms --------------------------------------------------------------------------------------------------------
 
@@ -321,20 +224,20 @@ class RoomDesk:
         except Exception as error:
             log.exception("%s could not be started", key)
             self._give_back(work)
-            self._step(work, GivenUp(_broken(error)))
+            self.step(work, GivenUp(broken(error)))
             return
-        self._step(work, Admitted())
+        self.step(work, Admitted())
         self._submit_command(Prefill(key, work.request, source, key.room, key.epoch, owner))
         self._queue_moved()
 
     def _queue_moved(self) -> None:
         for work in self.queue:
-            self._step(work, QueueMoved())
+            self.step(work, QueueMoved())
 
     def _rooms_of(self, target: PeerSender) -> list[RoomWork]:
         return [work for work in self.works.values() if work.target is target]
 
-    def _step(self, work: RoomWork, event: PrefillEvent) -> None:
+    def step(self, work: RoomWork, event: PrefillEvent) -> None:
         """Feeds one event to one room. An exception fails this room only, and what else was to be done is done."""
         phase = work.room.phase
         try:
@@ -355,7 +258,7 @@ class RoomDesk:
 
     def _on_broken(self, work: RoomWork, at: PrefillEvent | PrefillAction, error: Exception) -> None:
         if work.room.active and not isinstance(at, GivenUp):
-            self._step(work, GivenUp(_broken(error)))
+            self.step(work, GivenUp(broken(error)))
 
     def _perform(self, work: RoomWork, action: PrefillAction) -> None:
         key, transfer_s = work.room.key, self._deadlines.transfer_s
@@ -385,7 +288,7 @@ class RoomDesk:
     def _push(self, work: RoomWork, batch: Batch | None) -> None:
         if batch is None:
             return
-        self._step(work, batch.event)
+        self.step(work, batch.event)
         if batch.job is not None:
             work.target.sender.send(batch.job)
 
@@ -401,7 +304,7 @@ class RoomDesk:
                 self._push(work, outgoing.push_tail(self._deadlines.transfer_s))
         except Exception as error:
             log.exception("%s could not be damaged", key)
-            self._step(work, GivenUp(Failure("internal_error", f"the fault could not be injected: {error!r}", 500)))
+            self.step(work, GivenUp(Failure("internal_error", f"the fault could not be injected: {error!r}", 500)))
 
     def _release(self, work: RoomWork) -> None:
         if self._allocator.state_of(work.room.key) is not ItemState.FREE:
@@ -416,7 +319,7 @@ class RoomDesk:
     def _give_up(self, work: RoomWork, failure: Failure) -> None:
         """Ends a room because a check has failed here."""
         self._metrics.check_failed(failure)
-        self._step(work, GivenUp(failure))
+        self.step(work, GivenUp(failure))
 
     def _forget(self, work: RoomWork, action: Forget) -> None:
         room = work.room
@@ -429,7 +332,7 @@ class RoomDesk:
             self._metrics.phase("digest", room.done.timings.digest_s)
             self._metrics.transferred({sent.component: sent.nbytes for sent in room.done.sent}, room.done.pieces)
         if not work.target.peer.lost:
-            self._tombstones.bury(room.key, room.failure, clean=action.clean)
+            self.tombstones.bury(room.key, room.failure, clean=action.clean)
         if action.clean:
             work.target.sender.forget(room.key)
 
@@ -444,18 +347,18 @@ class RoomDesk:
         match event:
             case ChunkComputed():
                 self._queue_moved()
-                self._step(work, Advanced(event.n_computed))
+                self.step(work, Advanced(event.n_computed))
             case PrefillFinished():
                 work.first = event.first
-                self._step(work, Computed(event.digests, event.prefill_s, event.digest_s))
+                self.step(work, Computed(event.digests, event.prefill_s, event.digest_s))
             case Finished():
-                self._step(work, EngineIdle())
+                self.step(work, EngineIdle())
             case Failed():
                 failure = engine_failure(event)
                 self._metrics.check_failed(failure)
-                self._step(work, EngineIdle(failure))
+                self.step(work, EngineIdle(failure))
             case Scrubbed():
-                self._step(work, Cleaned())
+                self.step(work, Cleaned())
             case _:
                 pass
 
@@ -466,7 +369,7 @@ class RoomDesk:
 
     def _on_sent(self, result: SendResult) -> None:
         if isinstance(result.key, ProbeKey):
-            self._probes.on_result(result.key, result)
+            self.probes.on_result(result.key, result)
             return
         work = self.works.get(result.key) if isinstance(result.key, RoomKey) else None
         if work is None:
@@ -477,8 +380,8 @@ class RoomDesk:
             is_named = component in work.room.reserve.components
             reason = f"the transfer ended {result.outcome}: {result.reason}"
             failure = Failure("transfer_failed", reason, 502, component if is_named else "")
-        self._step(work, BatchEnded(result.batch_id, failure, result.quiesced))
+        self.step(work, BatchEnded(result.batch_id, failure, result.quiesced))
 
 
-def _broken(error: Exception) -> Failure:
+def broken(error: Exception) -> Failure:
     return Failure("internal_error", f"the prefill node failed: {error!r}", 500)

@@ -19,6 +19,7 @@ from server.engine.request import Generation, GenerationRequest, RequestFailed
 from server.node.parts import NodeParts, NodeSettings, common_info, load_of
 from server.node.supervisor import Supervisor
 from server.prefill.desk import RoomDesk
+from server.prefill.reception import Reception
 from server.transfer.bootstrap import Bootstrap, DecodePeer
 from server.transfer.engines.base import TransferEngine
 from server.transfer.manifest import TransportIdentity, build_manifest, new_incarnation
@@ -90,7 +91,12 @@ class PrefillNode:
         )
         self._desk = desk
         self._bootstrap = bootstrap = Bootstrap(
-            manifest, desk, self._settings.deadlines, parts.metrics, self._settings.guard, Outbox(parts.faults)
+            manifest,
+            Reception(desk, self._settings, parts, self._send),
+            self._settings.deadlines,
+            parts.metrics,
+            self._settings.guard,
+            Outbox(parts.faults),
         )
         await bootstrap.start(self._settings.bootstrap_host, self._settings.bootstrap_port)
         desk.pairing.address = f"{self._settings.bootstrap_host}:{bootstrap.port}"

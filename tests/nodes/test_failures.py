@@ -321,7 +321,7 @@ async def test_a_done_that_is_sent_again_is_answered_again(pair: Pair, monkeypat
     p = await pair.prefill()
     d = await pair.decode(p)
     answers = 0
-    step = p.node._desk._step
+    step = p.node._desk.step
 
     def lose_the_first_answer(work: object, event: object) -> None:
         nonlocal answers
@@ -329,7 +329,7 @@ async def test_a_done_that_is_sent_again_is_answered_again(pair: Pair, monkeypat
         if not (isinstance(event, Committed) and answers == 1):
             step(work, event)
 
-    monkeypatch.setattr(p.node._desk, "_step", lose_the_first_answer)
+    monkeypatch.setattr(p.node._desk, "step", lose_the_first_answer)
     assert await answer(d.node, request(40)) == expected(request(40))
     await until(lambda: answers == 2)
     await assert_works_again(p, d)
