@@ -26,6 +26,8 @@ LOGS = ROOT / ".run"
 HOST = "127.0.0.1"
 N_SHOTS = 4
 MODEL = ROOT / "server" / "assets" / "tiny-dsv4"
+DRAIN_S = 3.0
+"""Ctrl-C lets an answer go on for this long: somebody waits for the prompt of the shell."""
 DEFAULT_SPEC_TOKENS = 3
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 120.0
@@ -67,7 +69,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def processes(args: argparse.Namespace) -> tuple[Process, Process]:
     """The two command lines, each with a log file of its own."""
-    model = ["--model", str(args.model)] if args.model else []
+    model = ["--drain-timeout", f"{DRAIN_S:g}", *(["--model", str(args.model)] if args.model else [])]
     prefill = [str(BIN / "launch_prefill"), "--host", HOST, "--port", str(args.prefill_port)]
     prefill += ["--bootstrap-port", str(args.bootstrap_port), *model]
     decode = [str(BIN / "launch_decode"), "--host", HOST, "--port", str(args.decode_port)]

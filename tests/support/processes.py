@@ -104,11 +104,12 @@ class NodeProcess:
         if self.process is None or not self.running:
             return
         self.thaw()
-        self._child.terminate()
-        try:
-            self._child.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        for timeout_s in (1.0, END_S):  # the second signal cuts short what is under way
+            self._child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(timeout_s)
+                return
+        self.kill()
 
     def info(self) -> dict[str, Any]:
         info: dict[str, Any] = self.http.get("/server_info").json()

@@ -1,0 +1,124 @@
+"""Two real processes that are told to end, or of which a part dies: exit codes, and what the clients learn."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.test_processes import (
+    LONG_PROMPT,
+    Background,
+    Stream,
+    complete,
+    error_of,
+    wait_until_prefilling,
+)
+from tests.support.processes import ROOT, NodeProcess, ProcessPair, free_port, process_pair, until
+
+P_OPTIONS = ("--chunk-tokens", "64", "--slots", "1", "--pages", "32")
+D_OPTIONS = ("--slots", "4", "--drain-timeout", "90")
+PROMPT = LONG_PROMPT[:1500]
+"""Takes the prefill node about a second."""
+ENDS_S = 20.0
+"""A process that has nothing more to do, or may not go on, has ended."""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPair]:
+    with process_pair(tmp_path_factory.mktemp("pair"), P_OPTIONS, D_OPTIONS) as pair:
+        yield pair
+
+
+@pytest.fixture
+def pair(shared: ProcessPair) -> ProcessPair:
+    shared.heal()
+    return shared
+
+
+def assert_refused(response: httpx.Response, *codes: str) -> None:
+    assert response.status_code == 503, response.text
+    assert error_of(response)["code"] in codes
+    assert int(response.headers["retry-after"]) > 0
+
+
+def restart(node: NodeProcess, path: str, *options: str) -> None:
+    node.kill()
+    node.start(*options)
+    node.wait_for(path)
+
+
+def test_a_prefill_node_that_is_told_to_end_finishes_its_transfers(pair: ProcessPair) -> None:
+    both = [Background().complete(pair.d, PROMPT) for _ in range(2)]
+    wait_until_prefilling(pair)
+    until(lambda: pair.p.info()["waiting"] == 1, 20, "one of them waits")
+    pair.p.signal(signal.SIGTERM)
+    assert_refused(complete(pair.d, [20, 30]), "shutting_down", "no_prefill")
+    answer, refused = sorted((one.result(60)[1] for one in both), key=lambda response: response.status_code)
+    assert_refused(refused, "shutting_down")
+    assert (answer.status_code, answer.headers["x-pd-prefill"]) == (200, pair.address)
+    assert pair.p.wait_ended(ENDS_S) == 0
+
+
+def test_a_decode_node_that_is_told_to_end_finishes_its_answers_and_refuses_new_ones(pair: ProcessPair) -> None:
+    decoding, prefilling = Stream(pair.d, max_tokens=100), Background().complete(pair.d, PROMPT)
+    wait_until_prefilling(pair)
+    pair.d.signal(signal.SIGINT)
+    until(lambda: pair.d.http.get("/ready").status_code == 503, 5, "it is not ready any more")
+    assert pair.d.http.get("/health").status_code == 200
+    assert_refused(complete(pair.d, [20, 30]), "shutting_down")
+    assert prefilling.result(60)[1].status_code == 200
+    stream = decoding.ended()
+    assert (stream.events[-1], stream.n_tokens) == ("[DONE]", 100)
+    assert pair.d.wait_ended(ENDS_S) == 0
+
+
+def test_what_is_not_over_after_the_drain_time_fails_by_name(pair: ProcessPair) -> None:
+    restart(pair.d, "/ready", "--drain-timeout", "0.5")
+    decoding = Stream(pair.d, max_tokens=8000)
+    pair.d.signal(signal.SIGTERM)
+    assert decoding.ended().error["code"] == "shutting_down"
+    assert pair.d.wait_ended(ENDS_S) == 0
+
+
+def test_a_second_signal_ends_at_once(pair: ProcessPair) -> None:
+    decoding = Stream(pair.d, max_tokens=8000)
+    told = time.monotonic()
+    pair.d.signal(signal.SIGTERM)
+    until(lambda: pair.d.http.get("/ready").status_code == 503, 5, "the first is heard")
+    pair.d.signal(signal.SIGTERM)
+    assert pair.d.wait_ended(ENDS_S) == 0
+    assert time.monotonic() - told < ENDS_S, "not the 90 s of the drain time"
+    assert decoding.ended().error["code"] == "shutting_down"
+
+
+def test_a_dead_engine_thread_ends_the_process_with_1_and_the_client_is_told(tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "log"
+    script = Path(__file__).with_name("dying_node.py")
+    with log.open("wb") as output:
+        command = [sys.executable, str(script), "--local-prefill", "--port", str(port)]
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: httpx.get(f"{url}/health").status_code == 200, 90, "the node is up")
+        response = httpx.post(f"{url}/v1/completions", json={"prompt": [20, 30], "max_tokens": 50}, timeout=30)
+        assert_refused(response, "node_died")
+        assert "the thread 'engine' has ended" in error_of(response)["message"]
+        assert process.wait(ENDS_S) == 1
+    finally:
+        process.kill()
+        process.wait()
+    assert "stopping: the thread 'engine' has ended" in log.read_text(errors="replace")
+
+
+def test_a_phase_that_there_is_not_is_refused_at_start() -> None:
+    command = [sys.executable, "-m", "server.prefill", "--port", "0", "--deadline", "prefil=3"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("launch_prefill: --deadline prefil=3: no phase 'prefil'; there are peer, ")
