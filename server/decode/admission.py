@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Container
 from dataclasses import asdict, replace
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from server.cache.allocator import Allocator
 from server.cache.handoff import prompt_hash
 from server.engine.request import GenerationRequest, RequestFailed
-from server.transfer.protocol import RoomRequest, RoutedRequest, Sampling, pack_tokens
+from server.transfer.protocol import MAX_ROOM, RoomRequest, RoutedRequest, Sampling, pack_tokens
 
 
 def check_request(
@@ -37,6 +38,22 @@ def check_request(
             f"{allocator.capacity_tokens}: shorten the prompt or lower max_tokens"
         )
         raise RequestFailed("context_length_exceeded", message, status=400)
+
+
+def choose_room(request: GenerationRequest, room: int | None, taken: Container[int]) -> int:
+    """The room's id: the one that the request names, else ``room``, else one that is drawn.
+
+    Raises :class:`RequestFailed`: 400 for one that is none, 409 for one of ``taken``.
+    """
+    if request.named is not None:
+        room = request.named.room
+    if room is None:
+        room = secrets.randbits(63)
+    if not 0 <= room <= MAX_ROOM:
+        raise RequestFailed("bad_room", f"room {room} is not in 0 .. {MAX_ROOM}", status=400)
+    if room in taken:
+        raise RequestFailed("duplicate_room", f"room {room} is in use by another request", status=409)
+    return room
 
 
 def wire_request(request: GenerationRequest) -> RoomRequest | RoutedRequest:

@@ -10,21 +10,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import secrets
 import time
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import replace
-from http import HTTPStatus
 
 from server.cache.allocator import ItemState
 from server.cache.layout import Placement
-from server.decode.admission import check_request, tokens_held, wire_request, with_seed
+from server.decode.admission import check_request, choose_room, tokens_held, wire_request, with_seed
 from server.decode.draft_metrics import DraftMetrics
-from server.decode.named import WaitingRooms, link_of
+from server.decode.named import link_of
 from server.decode.quarantine import Quarantine
-from server.decode.receiver import Receiver, Work, request_failed
+from server.decode.queue import RequestQueue
+from server.decode.receiver import Receiver
 from server.decode.settings import DecodeSettings
+from server.decode.work import Work, broken, request_failed
 from server.engine.events import Cancel, Event, Failed, Finished, Generate, Output, Resume, Scrub, Scrubbed
 from server.engine.generation import NodeGeneration
 from server.engine.request import FinishReason, GenerationRequest, RequestFailed, RouteInfo, TokenLogprob, TokenOutput
@@ -32,7 +29,7 @@ from server.node.parts import NodeParts
 from server.transfer.checks import Check
 from server.transfer.decode_room import DecodePhase
 from server.transfer.peer import PeerLink
-from server.transfer.protocol import MAX_ROOM, Done
+from server.transfer.protocol import Done
 from server.transfer.rooms import Failure, RoomKey
 
 log = logging.getLogger(__name__)
@@ -46,7 +43,7 @@ class RequestDesk:
 
     def __init__(self, settings: DecodeSettings, parts: NodeParts, incarnation: str) -> None:
         self.works: dict[RoomKey, Work] = {}
-        self.queue: deque[Work] = deque()
+        self.queue = RequestQueue(parts.metrics, self._forget)
         self.rooms: dict[int, Work] = {}
         """By room id, the latest attempt at it."""
         self.quarantine = Quarantine()
@@ -61,9 +58,7 @@ class RequestDesk:
         if settings.draft_state is not None:
             self._draft_metrics = DraftMetrics(parts.metrics.registry, settings.spec_tokens, settings.draft_state)
         self._epochs = itertools.count(1)
-        self._alive = time.monotonic()
         self._refusing: Failure | None = None
-        self._waiting_rooms = WaitingRooms()
 
     def start(self) -> None:
         """Connects to the prefill nodes (without waiting for them)."""
@@ -71,7 +66,7 @@ class RequestDesk:
             self._allocator,
             queued=lambda: len(self.queue),
             running=lambda: len(self.works) - len(self.queue),
-            peers=lambda: sum(link.registered for link in self.receiver.links) if self.receiver else 0,
+            peers=lambda: self.receiver.peers.n_registered if self.receiver else 0,
             quarantine_s=lambda: self.quarantine.oldest_s(time.monotonic()),
         )
         if self._settings.prefill is not None:
@@ -81,7 +76,7 @@ class RequestDesk:
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """What the requests cannot live without."""
-        return self.receiver.tasks if self.receiver is not None else []
+        return self.receiver.peers.tasks if self.receiver is not None else []
 
     async def close(self) -> None:
         """Closes every connection and transport session; the requests should have been given up before."""
@@ -91,7 +86,7 @@ class RequestDesk:
     def drain(self, failure: Failure) -> None:
         """Refuses every request that is still to come or has no room yet; the others go on."""
         self._refusing = failure
-        self._fail_waiting((work, failure) for work in self.queue)
+        self.queue.fail((work, failure) for work in self.queue)
 
     def refuse_all(self, failure: Failure) -> None:
         """Gives up every request, and every request that is still to come."""
@@ -122,23 +117,16 @@ class RequestDesk:
             allocator=self._allocator,
         )
         wire_request(request)
-        if request.named is not None:
-            room = request.named.room
-        if room is None:
-            room = secrets.randbits(63)
-        if not 0 <= room <= MAX_ROOM:
-            raise RequestFailed("bad_room", f"room {room} is not in 0 .. {MAX_ROOM}", status=400)
-        if room in self.rooms:
-            raise RequestFailed("duplicate_room", f"room {room} is in use by another request", status=409)
+        room_id = choose_room(request, room, self.rooms)
         if len(self.queue) >= self._settings.max_queue:
             reason = f"{len(self.queue)} requests wait for a slot and pages already"
             raise RequestFailed("overloaded", reason, status=503)
-        generation = NodeGeneration(lambda: self._abort(room))
-        work = Work(self._new_key(room), with_seed(request), generation, time.monotonic(), link=link)
+        generation = NodeGeneration(lambda: self._abort(room_id))
+        work = Work(self._new_key(room_id), with_seed(request), generation, time.monotonic(), link=link)
         if link is not None:
             work.retries_left = 0  # the router tries another prefill node itself, with another room
         self._enter(work)
-        self.queue.append(work)
+        self.queue.put(work)
         self._parts.faults.entered("waiting")
         self._admit()
         return generation
@@ -153,28 +141,27 @@ class RequestDesk:
         """Raises :class:`RequestFailed` (503) with the reason if no request can be served now."""
         if self._refusing is not None:
             raise request_failed(self._refusing)
-        if self.receiver is not None and not self.receiver.has_peer():
-            raise RequestFailed("no_prefill", self.receiver.why_no_peer(), status=503)
+        if self.receiver is not None and not self.receiver.peers.has_any():
+            raise RequestFailed("no_prefill", self.receiver.peers.why_none(), status=503)
 
     def _admit(self) -> None:
         """Gives the head of the queue a slot and pages, again and again while there are any."""
-        for work in list(self.queue) if self._refusing is None else ():
+        for work in self.queue if self._refusing is None else ():
+            if work not in self.queue:
+                continue  # it ended while one before it began
             link = self._link_for(work)
             if self.receiver is not None and link is None:
                 continue  # its prefill node registers anew; the others need not wait for that
             placement = self._allocator.reserve(work.key, tokens_held(work.request, self._settings.spec_tokens))
             if placement is None:
                 return
-            self.queue.remove(work)
-            self._waiting_rooms.opened(work.key)
+            self.queue.take(work)
             self._parts.arena.owners.stamp(placement, work.key.owner)
-            self._alive = time.monotonic()
-            self._metrics.phase("admission", self._alive - work.enqueued)
             try:
                 self._start(work, placement, link)
             except Exception as error:
                 log.exception("%s could not be started", work.key)
-                work.generation.fail(request_failed(_broken(error)))
+                work.generation.fail(request_failed(broken(error)))
                 self._submit_command(Scrub(work.key, placement))
 
     def _start(self, work: Work, placement: Placement, link: PeerLink | None) -> None:
@@ -189,15 +176,7 @@ class RequestDesk:
         """The prefill node that computes the prompt; None if there is none now."""
         if work.request.named is not None and work.link is not None:
             return work.link if work.link.registered else None
-        return self.receiver.pick(work.avoids) if self.receiver is not None else None
-
-    def _fail_waiting(self, failures: Iterable[tuple[Work, Failure]]) -> None:
-        for work, failure in list(failures):
-            self.queue.remove(work)
-            self._waiting_rooms.given_up(work, failure.reason)
-            work.generation.fail(request_failed(failure))
-            self._metrics.room_ended("failed", failure.code)
-            self._forget(work)
+        return self.receiver.peers.pick(work.avoids) if self.receiver is not None else None
 
     def _forget(self, work: Work) -> None:
         self.works.pop(work.key, None)
@@ -211,10 +190,8 @@ class RequestDesk:
     def _drop(self, work: Work, failure: Failure) -> None:
         """Ends a request wherever it is: in the queue, in its room, or in the engine."""
         if work in self.queue:
-            self.queue.remove(work)
-            self._waiting_rooms.given_up(work, failure.reason)
             self._end_generation(work, failure)
-            self._forget(work)
+            self.queue.drop(work, failure.reason)
         elif work.room is not None and work.room.active and self.receiver is not None:
             self.receiver.give_up(work, failure)
         elif not work.generation.ended:
@@ -245,48 +222,24 @@ class RequestDesk:
         self._allocator.quarantine(work.key)
         self.quarantine.enter(work.key, failure, work.link.address if work.link else "", time.monotonic())
         if self._may_retry(work, failure):
-            self._retry(work, failure)
+            again = work.next_attempt(self._new_key(work.key.room), failure)
+            log.info("%s is tried again as epoch %d", work.key, again.key.epoch)
+            self._metrics.retried(failure.code)
+            self._enter(again)
+            self.queue.put_first(again)
+            self._admit()
         else:
             self._end_generation(work, failure)
 
     def _may_retry(self, work: Work, failure: Failure) -> bool:
-        """Whether another prefill node is asked: the fault is not the request's, and somebody still waits for it."""
-        return (
-            work.retries_left > 0
-            and failure.status >= HTTPStatus.INTERNAL_SERVER_ERROR
-            and not work.generation.ended
-            and self._refusing is None
-            and self.receiver is not None
-            and work.link is not None
-            and self.receiver.pick((work.link,)) is not None
-        )
-
-    def _retry(self, work: Work, failure: Failure) -> None:
-        """Puts the request at the head of the queue once more: new epoch, new slot and pages, another prefill node.
-
-        What it held stays in quarantine, under its old epoch.
-        """
-        again = replace(
-            work,
-            key=self._new_key(work.key.room),
-            enqueued=time.monotonic(),
-            retries_left=work.retries_left - 1,
-            n_retries=work.n_retries + 1,
-            failed_before=failure,
-            placement=None,
-            link=None,
-            room=None,
-            avoids=tuple(link for link in (*work.avoids, work.link) if link is not None),
-        )
-        self._metrics.retried(failure.code)
-        log.info("%s is tried again as epoch %d", work.key, again.key.epoch)
-        self._enter(again)
-        self.queue.appendleft(again)
-        self._admit()
+        """Whether another prefill node is asked; what the failed attempt held stays in quarantine, under its epoch."""
+        if self._refusing is not None or self.receiver is None or work.link is None:
+            return False
+        return work.may_be_retried(failure) and self.receiver.peers.pick((*work.avoids, work.link)) is not None
 
     def room_broken(self, work: Work, error: Exception) -> None:
         """Something here failed after the room was over or committed; if committed, nobody reads its memory now."""
-        work.generation.fail(request_failed(_broken(error)))
+        work.generation.fail(request_failed(broken(error)))
         if work.room is not None and work.room.phase is DecodePhase.COMMITTED:
             self.room_free(work)
 
@@ -295,36 +248,18 @@ class RequestDesk:
             self._submit_command(Scrub(work.key, work.placement))
 
     def room_refused(self, key: RoomKey, failure: Failure) -> bool:
-        work = self.works.get(key)
-        if work is None or work not in self.queue:
-            return False
-        self._waiting_rooms.opened(key)
-        self._fail_waiting([(work, failure)])
-        return True
+        return self.queue.refuse(key, failure)
 
     def peers_changed(self) -> None:
-        self._fail_waiting_without_peer()
+        if self.receiver is not None:
+            self.queue.fail_hopeless(self.receiver.peers)
         self._admit()
-
-    def _fail_waiting_without_peer(self) -> None:
-        """Fails what waits for a prefill node when there is none, and what was to be retried when there is no other."""
-        receiver = self.receiver
-        if receiver is None:
-            return
-        if not receiver.has_peer():
-            failure = Failure("no_prefill", receiver.why_no_peer(), 503)
-            self._fail_waiting((work, failure) for work in self.queue)
-        self._fail_waiting(
-            (work, work.failed_before)
-            for work in self.queue
-            if work.failed_before is not None and receiver.pick(work.avoids) is None
-        )
 
     # --- engine -------------------------------------------------------------------------------------------------------
 
     def on_engine_event(self, event: Event) -> None:
         """Takes one of the engine's events about a request (in the event loop)."""
-        self._alive = time.monotonic()
+        self.queue.is_moving()
         key = getattr(event, "key", None)
         work = self.works.get(key) if isinstance(key, RoomKey) else None
         if work is None:
@@ -333,7 +268,7 @@ class RequestDesk:
             self._tell_client(work, event)
         except Exception as error:
             log.exception("%s failed on %s", work.key, type(event).__name__)
-            work.generation.fail(request_failed(_broken(error)))
+            work.generation.fail(request_failed(broken(error)))
             self._submit_command(Cancel(work.key))
         if isinstance(event, Finished | Failed | Scrubbed):
             self._release(work)
@@ -377,17 +312,6 @@ class RequestDesk:
     def tick(self) -> None:
         if self.receiver is not None:
             self.receiver.tick()
-            self._fail_waiting_without_peer()
-            self._fail_waiting(self._waiting_rooms.tick(self.queue))
-        now, limit_s = time.monotonic(), self._settings.deadlines.admission_s
-        self.quarantine.warn(now)
-        reason = f"phase admission: no slot and pages became free for {limit_s:g} s (the deadline)"
-        self._fail_waiting(
-            (work, Failure("overloaded", reason, 503))
-            for work in self.queue
-            if now - max(self._alive, work.enqueued) > limit_s
-        )
-
-
-def _broken(error: Exception) -> Failure:
-    return Failure("internal_error", f"the decode node failed: {error!r}", 500)
+            self.queue.fail_hopeless(self.receiver.peers)
+        self.queue.tick(self._settings.deadlines.admission_s)
+        self.quarantine.warn(time.monotonic())

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from server.decode.receiver import Receiver, Work
+from server.decode.receiver import Receiver
+from server.decode.work import Work
 from server.engine.request import NamedRoom, RequestFailed
 from server.transfer.peer import PeerLink
 from server.transfer.protocol import Abort, RoomIds, Waiting, clip

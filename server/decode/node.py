@@ -118,7 +118,7 @@ class DecodeNode:
             "draft_state": self._settings.draft_state,
             "waiting": len(desk.queue),
             "quarantine": desk.quarantine.describe(time.monotonic()),
-            "peers": desk.receiver.describe_peers() if desk.receiver is not None else [],
+            "peers": desk.receiver.peers.describe() if desk.receiver is not None else [],
         }
 
     # --- events -------------------------------------------------------------------------------------------------------

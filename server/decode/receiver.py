@@ -9,21 +9,17 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Collection
-from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Protocol
 
 from server.cache.layout import Placement
 from server.decode.admission import wire_request
-from server.decode.probe import Prober, transport_of
+from server.decode.peers import Peers
+from server.decode.probe import Prober
 from server.decode.sessions import TransportSessions
 from server.decode.settings import DecodeSettings
 from server.decode.verify import Evidence, Proof, verify
-from server.engine.generation import NodeGeneration
-from server.engine.request import GenerationRequest, RequestFailed, TokenLogprob
+from server.decode.work import RoomOwner, Work, broken
 from server.node.parts import NodeParts
-from server.transfer.checks import Check
 from server.transfer.damage import RowDamage
 from server.transfer.decode_room import (
     Commit,
@@ -61,51 +57,6 @@ from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, RoomKey, S
 log = logging.getLogger(__name__)
 
 _REMEMBERED_COMMITS = 4096
-_UNWILLING_S = 1.0
-"""A prefill node that refused a room with 503 (it is full, or ends) is taken last for this time."""
-
-
-@dataclass
-class Work:
-    """One attempt at a request on the decode node, from its admission until its memory is free again.
-
-    A second attempt has the same ``generation``, ``avoids`` the prefill nodes of those before and says why they
-    ``failed_before``.
-    """
-
-    key: RoomKey
-    request: GenerationRequest
-    generation: NodeGeneration
-    enqueued: float
-    placement: Placement | None = None
-    link: PeerLink | None = None
-    room: DecodeRoom | None = None
-    n_generated: int = 0
-    skipped: frozenset[Check] = frozenset()
-    retries_left: int = 1
-    n_retries: int = 0
-    avoids: tuple[PeerLink, ...] = ()
-    failed_before: Failure | None = None
-
-
-class RoomOwner(Protocol):
-    """What the node does when a room gets somewhere. Called in the event loop; must not block."""
-
-    def room_committed(self, work: Work, done: Done, first: TokenLogprob) -> None: ...
-
-    def room_failed(self, work: Work, failure: Failure) -> None: ...
-
-    def room_broken(self, work: Work, error: Exception) -> None: ...
-
-    def room_free(self, work: Work) -> None:
-        """Nothing writes into the room's memory any more."""
-        ...
-
-    def room_refused(self, key: RoomKey, failure: Failure) -> bool:
-        """The prefill node ended a room that has no memory here yet. False if there is no such room."""
-        ...
-
-    def peers_changed(self) -> None: ...
 
 
 class Receiver:
@@ -124,6 +75,7 @@ class Receiver:
         self.links = [
             PeerLink(address, self, deadlines, parts.metrics, settings.guard, outbox) for address in addresses
         ]
+        self.peers = Peers(self.links, self.outstanding)
         self._owner = owner
         self._arena = parts.arena
         self._incarnation = incarnation
@@ -140,7 +92,6 @@ class Receiver:
         self._committed: OrderedDict[RoomKey, None] = OrderedDict()
         self._proofs: dict[RoomKey, Proof] = {}
         self._checks: set[asyncio.Task[None]] = set()
-        self._unwilling_until: dict[PeerLink, float] = {}
 
     def start(self) -> None:
         for link in self.links:
@@ -153,46 +104,8 @@ class Receiver:
         await asyncio.gather(*self._checks, return_exceptions=True)
         await self._sessions.close()
 
-    @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """What the connections to the peers cannot live without."""
-        return [task for link in self.links for task in link.tasks]
-
-    def pick(self, avoids: Collection[PeerLink] = ()) -> PeerLink | None:
-        """The registered peer with the fewest rooms under way, but none of ``avoids``.
-
-        One that has just refused a room comes last.
-        """
-        now = time.monotonic()
-        links = [link for link in self.links if link.registered and link not in avoids]
-        return min(
-            links, key=lambda link: (self._unwilling_until.get(link, now) > now, self.outstanding(link)), default=None
-        )
-
-    def has_peer(self) -> bool:
-        """Whether a peer is registered, or about to be again."""
-        return any(link.registered or link.coming_back for link in self.links)
-
     def outstanding(self, link: PeerLink) -> int:
         return sum(work.link is link for work in self._works.values())
-
-    def why_no_peer(self) -> str:
-        return "no prefill node is registered: " + "; ".join(link.reason for link in self.links if not link.registered)
-
-    def describe_peers(self) -> list[dict[str, Any]]:
-        """The peers as ``/server_info`` shows them."""
-        return [
-            {
-                "address": link.address,
-                "state": link.state,
-                "reason": link.reason,
-                "refused_field": link.refused_field,
-                "incarnation": link.theirs.incarnation if link.theirs else None,
-                "transport": transport_of(link),
-                "rooms": self.outstanding(link),
-            }
-            for link in self.links
-        ]
 
     async def ready(self) -> tuple[bool, str]:
         return await self._prober.ready(lambda: self.links)
@@ -250,7 +163,7 @@ class Receiver:
         self._on_fenced(link)
 
     def on_registered(self, link: PeerLink) -> None:
-        self._unwilling_until.pop(link, None)
+        self.peers.is_new(link)
         self._owner.peers_changed()
 
     def on_lost(self, link: PeerLink, failure: Failure) -> None:
@@ -268,7 +181,7 @@ class Receiver:
         key = RoomKey(message.room, message.epoch, message.decode)
         work = self._works.get(key)
         if isinstance(message, Failed) and message.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            self._unwilling_until[link] = time.monotonic() + _UNWILLING_S
+            self.peers.is_unwilling(link)
         if work is not None and work.link is link:
             self._step(work, message)
         elif key in self._committed:
@@ -311,7 +224,7 @@ class Receiver:
 
     def _on_broken(self, work: Work, room: DecodeRoom, at: DecodeEvent | DecodeAction, error: Exception) -> None:
         if room.active and not isinstance(at, GivenUp):
-            self._step(work, GivenUp(Failure("internal_error", f"the decode node failed: {error!r}", 500)))
+            self._step(work, GivenUp(broken(error)))
         else:
             self._owner.room_broken(work, error)
 
@@ -382,8 +295,3 @@ class Receiver:
 def failure_of(failed: Failed) -> Failure:
     """Why a prefill node ended a room."""
     return Failure(failed.code, failed.reason, failed.status, failed.component)
-
-
-def request_failed(failure: Failure) -> RequestFailed:
-    """A room's failure as the client's error."""
-    return RequestFailed(failure.code, failure.reason, status=failure.status, component=failure.component or None)

@@ -1,0 +1,91 @@
+"""One attempt at a request on the decode node, and what its room tells the node."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from typing import Protocol
+
+from server.cache.layout import Placement
+from server.engine.generation import NodeGeneration
+from server.engine.request import GenerationRequest, RequestFailed, TokenLogprob
+from server.transfer.checks import Check
+from server.transfer.decode_room import DecodeRoom
+from server.transfer.peer import PeerLink
+from server.transfer.protocol import Done
+from server.transfer.rooms import Failure, RoomKey
+
+
+@dataclass(eq=False)
+class Work:
+    """One attempt at a request, from its admission until its memory is free again.
+
+    A second attempt has the same ``generation``, ``avoids`` the prefill nodes of those before and says why they
+    ``failed_before``. ``enqueued`` is on ``time.monotonic()``.
+    """
+
+    key: RoomKey
+    request: GenerationRequest
+    generation: NodeGeneration
+    enqueued: float
+    placement: Placement | None = None
+    link: PeerLink | None = None
+    room: DecodeRoom | None = None
+    n_generated: int = 0
+    skipped: frozenset[Check] = frozenset()
+    retries_left: int = 1
+    n_retries: int = 0
+    avoids: tuple[PeerLink, ...] = ()
+    failed_before: Failure | None = None
+
+    def may_be_retried(self, failure: Failure) -> bool:
+        """Whether ``failure`` is not the request's own fault, and somebody still waits for the answer."""
+        is_ours = failure.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        return is_ours and self.retries_left > 0 and self.link is not None and not self.generation.ended
+
+    def next_attempt(self, key: RoomKey, failure: Failure) -> Work:
+        """The same request once more, after ``failure``: ``key`` has a new epoch, memory and prefill node are open."""
+        return replace(
+            self,
+            key=key,
+            enqueued=time.monotonic(),
+            placement=None,
+            link=None,
+            room=None,
+            skipped=frozenset(),
+            retries_left=self.retries_left - 1,
+            n_retries=self.n_retries + 1,
+            avoids=tuple(link for link in (*self.avoids, self.link) if link is not None),
+            failed_before=failure,
+        )
+
+
+class RoomOwner(Protocol):
+    """What the node does when a room gets somewhere. Called in the event loop; must not block."""
+
+    def room_committed(self, work: Work, done: Done, first: TokenLogprob) -> None: ...
+
+    def room_failed(self, work: Work, failure: Failure) -> None: ...
+
+    def room_broken(self, work: Work, error: Exception) -> None: ...
+
+    def room_free(self, work: Work) -> None:
+        """Nothing writes into the room's memory any more."""
+        ...
+
+    def room_refused(self, key: RoomKey, failure: Failure) -> bool:
+        """The prefill node ended a room that has no memory here yet. False if there is no such room."""
+        ...
+
+    def peers_changed(self) -> None: ...
+
+
+def request_failed(failure: Failure) -> RequestFailed:
+    """A room's failure as the client's error."""
+    return RequestFailed(failure.code, failure.reason, status=failure.status, component=failure.component or None)
+
+
+def broken(error: Exception) -> Failure:
+    """What a room is told that fails by a fault of this process."""
+    return Failure("internal_error", f"the decode node failed: {error!r}", 500)
