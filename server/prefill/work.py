@@ -74,7 +74,7 @@ class Outgoing:
 
     def _batch(self, push: Push, claimed: Push, deadline_s: float, *, last: bool) -> Batch:
         pieces = tuple(Piece(c.component, self._base + c.src, self._peer_base + c.dst, c.nbytes) for c in push.copies)
-        rows = tuple(self._counted(each) for each in claimed.rows) if last else claimed.rows
+        rows = tuple(self._counted(each) for each in claimed.rows)
         if not pieces:
             return Batch(None, Pushed(None, rows, 0, last))
         self._n_batches += 1
@@ -82,7 +82,8 @@ class Outgoing:
         return Batch(job, Pushed(self._n_batches, rows, len(pieces), last))
 
     def _counted(self, rows: Rows) -> Rows:
-        return replace(rows, nbytes=max(0, rows.nbytes - self._miscounted.get(rows.component, 0)))
+        """As they are, unless they are the first ones of a component that is to be miscounted."""
+        return replace(rows, nbytes=rows.nbytes - self._miscounted.pop(rows.component, 0)) if rows.nbytes else rows
 
 
 @dataclass
