@@ -1,9 +1,8 @@
 """What each lost state component does: refused by name with the checks on, and measured with the checks off.
 
 Starts one prefill and one decode process with speculative decoding, asks the bundled questions, and puts every
-component
-through every damage (the prefill node sends nothing, zeros, the rows of the room before, or rows shifted by one). With
-``--write`` the table goes between its markers in docs/failures.md.
+component through every damage (the prefill node sends nothing, zeros, the rows of the room before, or rows shifted by
+one). With ``--write`` the table goes between its markers in docs/failures.md.
 """
 
 from __future__ import annotations
@@ -12,22 +11,19 @@ import argparse
 import asyncio
 import random
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
+from faults_pair import FaultyPair, faulty_pair
 from gsm8k_client import Answer, Endpoint, ask_all
 from gsm8k_data import STOP, Problem, completion_prompt, load_problems, marked_number, pick_shots
-from process_pair import Pair, PairFailed, Process, StopRequested, StopSignals, free_ports
+from process_pair import PairFailed, StopRequested, StopSignals
 from prometheus_client.parser import text_string_to_metric_families
-from quickstart import BIN, HOST, LOGS, ROOT, wait_ready
+from quickstart import ROOT
 from rich.console import Console
 from rich.progress import track
 
-READY_TIMEOUT_S = 180.0
 QUESTIONS = ROOT / "server" / "assets" / "tiny-gsm8k"
 DOC = ROOT / "docs" / "failures.md"
 BEGIN, END = "<!-- knock-out table: begin -->", "<!-- knock-out table: end -->"
@@ -60,15 +56,14 @@ class Row:
 
 
 class Bench:
-    """A running pair and its fault files. The files are read again for every room."""
+    """A running pair, and the questions that it is asked."""
 
-    def __init__(self, decode: str, problems: Sequence[Problem], prompts: Sequence[str], faults: Path) -> None:
-        self._decode, self._problems, self._prompts = decode, problems, prompts
-        self._sender, self._receiver = faults / "prefill", faults / "decode"
+    def __init__(self, pair: FaultyPair, problems: Sequence[Problem], prompts: Sequence[str]) -> None:
+        self._decode, self._faults = pair.decode_url, pair.faults
+        self._problems, self._prompts = problems, prompts
 
     def set_faults(self, sender: str, *, checks: bool) -> None:
-        self._sender.write_text(sender)
-        self._receiver.write_text("" if checks else "unchecked")
+        self._faults.arm(prefill=[sender] if sender else [], decode=[] if checks else ["unchecked"])
 
     def measure(self, *, long: bool = False) -> Figures:
         """Asks every question; ``long`` lets the model write on behind its answer, for 128 tokens."""
@@ -113,8 +108,7 @@ def run_all(
     bench.set_faults("", checks=True)
     healthy = bench.measure()
     rows = []
-    one_row = ("handoff", "shift")  # has no other place to shift to
-    cases = [(c, damage) for c in components for damage in damages if (c, damage) != one_row]
+    cases = [(c, damage) for c in components for damage in damages]
     for component, damage in track(cases, "damages", console=console):
         bench.set_faults(f"{damage}:{component}", checks=True)
         refused = bench.refusal()
@@ -190,14 +184,11 @@ def main(argv: list[str] | None = None) -> int:
     pool = load_problems(QUESTIONS / "train.jsonl")
     prompts = [completion_prompt(problem, pick_shots(problem, pool, 4, 0)) for problem in problems]
     try:
-        with StopSignals() as signals, ExitStack() as stack:
-            faults = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="knockout-")))
-            pair, prefill, decode = _pair(faults, args.spec_tokens, signals)
-            stack.callback(pair.stop)
-            client = stack.enter_context(httpx.Client(trust_env=False))
-            pair.start()
-            wait_ready(pair, client, prefill, decode, READY_TIMEOUT_S)
-            bench = Bench(decode, problems, prompts, faults)
+        with (
+            StopSignals() as signals,
+            faulty_pair("knockout", signals, decode=["--spec-tokens", str(args.spec_tokens)]) as pair,
+        ):
+            bench = Bench(pair, problems, prompts)
             healthy, rows = run_all(bench, args.components, args.damages, console)
             long_rows = draft_rows(bench, args.damages, console)
     except PairFailed as error:
@@ -216,23 +207,6 @@ def main(argv: list[str] | None = None) -> int:
     for row in silent:
         print(f"knockout: {row.damage} of {row.component} was not refused by name: {row.refused_as}", file=sys.stderr)
     return 1 if silent else 0
-
-
-def _pair(faults: Path, spec_tokens: int, signals: StopSignals) -> tuple[Pair, str, str]:
-    """The two processes, each with its fault file, and their URLs."""
-    bootstrap, prefill, decode = free_ports(3)
-    LOGS.mkdir(exist_ok=True)
-    common = ["--host", HOST, "--log-level", "error"]
-    k, peer = str(spec_tokens), f"{HOST}:{bootstrap}"
-    commands = {
-        "prefill": ["launch_prefill", "--port", str(prefill), "--bootstrap-port", str(bootstrap)],
-        "decode": ["launch_decode", "--port", str(decode), "--prefill", peer, "--spec-tokens", k],
-    }
-    processes = [
-        Process(role, [str(BIN / name), *rest, *common, "--fault", f"@{faults / role}"], LOGS / f"knockout-{role}.log")
-        for role, (name, *rest) in commands.items()
-    ]
-    return Pair(processes, signals), f"http://{HOST}:{prefill}", f"http://{HOST}:{decode}"
 
 
 if __name__ == "__main__":

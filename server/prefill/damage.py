@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 
 from server.cache.arena import Arena
 from server.cache.layout import ComponentLayout, Placement
+from server.prefill.work import RoomWork
 from server.transfer.damage import SWAP_WAIT_S, Damage, RowDamage
 from server.transfer.engines.base import TransferEngine
 from server.transfer.engines.faulty import Rule, WriteFault, WriteFaults
 from server.transfer.faults import STATE, WRITES, Fault, FaultKind, FaultSet, Place
+from server.transfer.prefill_room import PrefillPhase
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +100,20 @@ class SendingFaults:
         """Whether nothing may be sent before the whole prompt is computed."""
         return any(fault.kind in STATE for fault in struck)
 
-    async def make(self, key: Hashable, struck: Sequence[Fault], n: int, placement: Placement) -> list[Damage]:
-        """The damages to a room whose prompt is computed. May wait for a second room."""
+    async def damage(self, work: RoomWork) -> bool:
+        """Damages a room whose prompt is computed, before its tail goes; whether it is still to go.
+
+        May wait for a second room.
+        """
+        if work.placement is None:
+            raise RuntimeError(f"{work.room.key} has no memory")
+        damages = await self._make(work.room.key, work.struck, work.n_tokens, work.placement)
+        if work.room.phase is not PrefillPhase.TRANSFER:
+            return False
+        self._apply(work.room.key, damages)
+        return True
+
+    async def _make(self, key: Hashable, struck: Sequence[Fault], n: int, placement: Placement) -> list[Damage]:
         if (over := self._waits_for.pop(key, None)) is not None:
             try:
                 await asyncio.wait_for(over.wait(), SWAP_WAIT_S)
@@ -113,7 +127,7 @@ class SendingFaults:
         ]
         return await self._rows.make(faults, n, placement)
 
-    def apply(self, key: Hashable, damages: Iterable[Damage]) -> None:
+    def _apply(self, key: Hashable, damages: Iterable[Damage]) -> None:
         """Puts damages in their place: into this node's memory, or into the writes that read it."""
         for damage in damages:
             if damage.fault.place is Place.PLAN:

@@ -12,9 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 
-from server.cache.allocator import ItemState
-from server.cache.layout import Placement
 from server.cache.specs import LayoutError
 from server.engine.events import (
     Cancel,
@@ -22,7 +21,6 @@ from server.engine.events import (
     Event,
     Failed,
     Finished,
-    Prefill,
     PrefillFinished,
     Scrub,
     Scrubbed,
@@ -31,19 +29,12 @@ from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest, RequestFailed
 from server.node.parts import NodeParts, NodeSettings
 from server.prefill.damage import SendingFaults
+from server.prefill.failures import broken, engine_failure, placement_failure, transfer_failure
+from server.prefill.memory import RoomMemory
 from server.prefill.pairing import Pairing
 from server.prefill.peers import PeerSender, ProbeKey, ProbeWriter
-from server.prefill.work import (
-    Batch,
-    Lies,
-    Outgoing,
-    RoomWork,
-    engine_failure,
-    placement_failure,
-)
+from server.prefill.work import Batch, RoomWork
 from server.transfer.bootstrap import DecodePeer
-from server.transfer.checks import Check
-from server.transfer.faults import skipped_checks
 from server.transfer.prefill_events import (
     Admitted,
     Advanced,
@@ -89,9 +80,9 @@ class RoomDesk:
         self.works: dict[RoomKey, RoomWork] = {}
         self.queue: deque[RoomWork] = deque()
         self._arena = parts.arena
-        self._allocator = parts.allocator
         self._submit_command = parts.submit_command
         self._faults = SendingFaults(parts.arena, parts.faults)
+        self.memory = RoomMemory(settings, parts, self._faults)
         self._make_transport = self._faults.wrapping(parts.make_transport)
         self._send = send
         self._max_queue = settings.max_queue
@@ -201,33 +192,23 @@ class RoomDesk:
             if work.room.phase is not PrefillPhase.QUEUED:
                 self.queue.popleft()
                 continue
-            placement = self._allocator.reserve(work.room.key, work.n_tokens)
-            if placement is None:
+            if not self.memory.grant(work):
                 return
             self.queue.popleft()
-            self._start(work, placement)
+            self._start(work)
 
-    def _start(self, work: RoomWork, placement: Placement) -> None:
-        key, reserve, n = work.room.key, work.room.reserve, work.n_tokens
-        work.placement, work.struck = placement, self._faults.strike(key)
-        self._arena.owners.stamp(placement, key.owner)
-        owner = None if Check.STAMP in skipped_checks(work.struck) else key.owner
-        source = self._faults.start(key, work.struck, n, placement)
+    def _start(self, work: RoomWork) -> None:
         try:
-            if owner is not None:
-                self._arena.owners.check(n, source, reserve.components, owner)
-            work.outgoing = Outgoing(self._arena, source, work.target.peer, reserve, n, Lies.of(work.struck))
-        except LayoutError as error:
-            self._give_back(work)
-            self._give_up(work, placement_failure(error))
-            return
+            command = self.memory.prepare(work)
         except Exception as error:
-            log.exception("%s could not be started", key)
-            self._give_back(work)
-            self.step(work, GivenUp(broken(error)))
+            log.exception("%s could not be started", work.room.key)
+            failure = placement_failure(error) if isinstance(error, LayoutError) else broken(error)
+            self._metrics.check_failed(failure)
+            self.memory.give_back(work)
+            self.step(work, GivenUp(failure))
             return
         self.step(work, Admitted())
-        self._submit_command(Prefill(key, work.request, source, key.room, key.epoch, owner))
+        self._submit_command(command)
         self._queue_moved()
 
     def _queue_moved(self) -> None:
@@ -268,10 +249,12 @@ class RoomDesk:
             case PushPages() if work.outgoing is not None:
                 if not self._faults.holds_pages(work.struck):
                     self._push(work, work.outgoing.push_pages(action.n_computed, transfer_s))
-            case PushTail() if self._faults.is_on:
-                self._spawn(self._push_damaged_tail(work))
             case PushTail() if work.outgoing is not None:
-                self._push(work, work.outgoing.push_tail(transfer_s))
+                tail = partial(work.outgoing.push_tail, transfer_s)
+                if self._faults.is_on:
+                    self._spawn(self._push_damaged(work, tail))
+                else:
+                    self._push(work, tail())
             case CancelEngine():
                 self._submit_command(Cancel(key))
             case CancelPush():
@@ -279,7 +262,8 @@ class RoomDesk:
             case Clean() if work.placement is not None:
                 self._submit_command(Scrub(key, work.placement))
             case Release():
-                self._release(work)
+                self.memory.give_back(work)
+                self._admit()
             case Forget():
                 self._forget(work, action)
             case _:
@@ -292,34 +276,14 @@ class RoomDesk:
         if batch.job is not None:
             work.target.sender.send(batch.job)
 
-    async def _push_damaged_tail(self, work: RoomWork) -> None:
+    async def _push_damaged(self, work: RoomWork, tail: Callable[[], Batch]) -> None:
         """Fault injection: the tail goes after the damage to it, which may wait for another room."""
-        key, n, placement, outgoing = work.room.key, len(work.request.prompt_ids), work.placement, work.outgoing
         try:
-            if placement is None or outgoing is None:
-                raise RuntimeError(f"{key} has no memory")
-            damages = await self._faults.make(key, work.struck, n, placement)
-            if work.room.phase is PrefillPhase.TRANSFER:
-                self._faults.apply(key, damages)
-                self._push(work, outgoing.push_tail(self._deadlines.transfer_s))
+            if await self._faults.damage(work):
+                self._push(work, tail())
         except Exception as error:
-            log.exception("%s could not be damaged", key)
-            self.step(work, GivenUp(Failure("internal_error", f"the fault could not be injected: {error!r}", 500)))
-
-    def _release(self, work: RoomWork) -> None:
-        if self._allocator.state_of(work.room.key) is not ItemState.FREE:
-            self._give_back(work)
-        self._admit()
-
-    def _give_back(self, work: RoomWork) -> None:
-        if work.placement is not None:
-            self._arena.owners.clear(work.placement, work.room.key.owner)
-        self._allocator.release(work.room.key)
-
-    def _give_up(self, work: RoomWork, failure: Failure) -> None:
-        """Ends a room because a check has failed here."""
-        self._metrics.check_failed(failure)
-        self.step(work, GivenUp(failure))
+            log.exception("%s could not be damaged", work.room.key)
+            self.step(work, GivenUp(broken(error)))
 
     def _forget(self, work: RoomWork, action: Forget) -> None:
         room = work.room
@@ -374,14 +338,6 @@ class RoomDesk:
         work = self.works.get(result.key) if isinstance(result.key, RoomKey) else None
         if work is None:
             return
-        failure = None
-        if result.outcome is not SendOutcome.APPLIED:
-            component = result.reason.partition(":")[0]
-            is_named = component in work.room.reserve.components
-            reason = f"the transfer ended {result.outcome}: {result.reason}"
-            failure = Failure("transfer_failed", reason, 502, component if is_named else "")
+        applied = result.outcome is SendOutcome.APPLIED
+        failure = None if applied else transfer_failure(result, work.room.reserve.components)
         self.step(work, BatchEnded(result.batch_id, failure, result.quiesced))
-
-
-def broken(error: Exception) -> Failure:
-    return Failure("internal_error", f"the prefill node failed: {error!r}", 500)

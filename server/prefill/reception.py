@@ -6,15 +6,13 @@ import logging
 import time
 from collections.abc import Callable
 
-from server.cache.layout import Placement
-from server.cache.specs import LayoutError
 from server.engine.request import GenerationRequest
 from server.node.parts import NodeParts, NodeSettings
-from server.prefill.desk import RoomDesk, broken
+from server.prefill.desk import RoomDesk
+from server.prefill.failures import broken
 from server.prefill.peers import PeerSender
 from server.prefill.work import RoomWork, n_tokens_of, read_request
 from server.transfer.bootstrap import DecodePeer
-from server.transfer.plan import Side, check_holds
 from server.transfer.prefill_room import PrefillRoom, failed_message
 from server.transfer.protocol import (
     Abort,
@@ -51,13 +49,10 @@ class Reception:
     ) -> None:
         self._desk = desk
         self._send = send
-        self._arena = parts.arena
         self._metrics = parts.metrics
         self._faults = parts.faults
         self._deadlines = settings.deadlines
         self._max_queue = settings.max_queue
-        self._max_tokens = min(settings.max_context, parts.allocator.capacity_tokens)
-        self._vocab_size = parts.tokenizer.vocab_size
 
     def on_registered(self, peer: DecodePeer) -> None:
         self._desk.meet(peer)
@@ -125,19 +120,7 @@ class Reception:
             return Failure("overloaded", f"{self._desk.n_waiting} rooms wait for the prefill node already", 503)
         if any(work.room.key.room == reserve.room and work.target is target for work in self._desk.works.values()):
             return Failure("duplicate_room", f"room {reserve.room} is under way in another epoch", 409)
-        prompt = request.prompt_ids or (0,)  # one that comes over HTTP was checked there
-        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            return Failure("bad_token", f"a prompt token is not in the vocabulary of {self._vocab_size}", 400)
-        if n > self._max_tokens:
-            reason = f"the prompt has {n} tokens, the prefill node computes at most {self._max_tokens}"
-            return Failure("context_length_exceeded", reason, 400)
-        try:
-            check_holds(Side(target.peer.layout, Placement(reserve.slot, reserve.pages)), n, reserve.components)
-            for name in reserve.components:
-                self._arena.layout.component(name)
-        except LayoutError as error:
-            return Failure("bad_reserve", str(error), 400)
-        return None
+        return self._desk.memory.refuses(target.peer, reserve, request, n)
 
     def _on_abort_of_unknown(self, peer: DecodePeer, abort: Abort) -> None:
         key = RoomKey(abort.room, abort.epoch, abort.decode)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,19 +10,16 @@ import msgspec
 
 from server.cache.arena import Arena
 from server.cache.layout import Placement
-from server.cache.owners import WrongOwner
-from server.cache.specs import LayoutError
-from server.engine.events import WRONG_OWNER, Failed
 from server.engine.request import GenerationRequest, SamplingParams, TokenLogprob
+from server.prefill.lies import Lies
 from server.prefill.peers import PeerSender
 from server.transfer.bootstrap import DecodePeer
-from server.transfer.checks import PLACEMENT, Check
-from server.transfer.faults import Fault, FaultKind, Place
+from server.transfer.faults import Fault
 from server.transfer.plan import CopyPlan, Push, Rows, Side
 from server.transfer.prefill_events import Pushed
 from server.transfer.prefill_room import PrefillRoom
 from server.transfer.protocol import Reserve, RoomRequest, RoutedRequest, unpack_tokens
-from server.transfer.rooms import Failure, RoomKey
+from server.transfer.rooms import RoomKey
 from server.transfer.sender import Piece, SendJob
 
 if TYPE_CHECKING:
@@ -36,26 +32,6 @@ class Batch:
 
     job: SendJob | None
     event: Pushed
-
-
-@dataclass(frozen=True)
-class Lies:
-    """Components that a batch does not tell the truth about (fault injection; empty otherwise).
-
-    ``unsent`` are not sent, ``unclaimed`` not claimed, ``miscounted`` claimed with one row's bytes too few.
-    """
-
-    unsent: frozenset[str] = frozenset()
-    unclaimed: frozenset[str] = frozenset()
-    miscounted: frozenset[str] = frozenset()
-
-    @staticmethod
-    def of(struck: Iterable[Fault]) -> Lies:
-        dropped, forgotten, miscounted = (
-            frozenset(f.component for f in struck if f.kind is kind and f.place in (None, Place.PLAN))
-            for kind in (FaultKind.DROP, FaultKind.FORGET, FaultKind.MISCOUNT)
-        )
-        return Lies(dropped | forgotten, forgotten, miscounted)
 
 
 class Outgoing:
@@ -98,7 +74,7 @@ class Outgoing:
 
     def _batch(self, push: Push, claimed: Push, deadline_s: float, *, last: bool) -> Batch:
         pieces = tuple(Piece(c.component, self._base + c.src, self._peer_base + c.dst, c.nbytes) for c in push.copies)
-        rows = tuple(self._counted(each) for each in claimed.rows) if last else claimed.rows
+        rows = tuple(self._counted(each) for each in claimed.rows)
         if not pieces:
             return Batch(None, Pushed(None, rows, 0, last))
         self._n_batches += 1
@@ -106,7 +82,8 @@ class Outgoing:
         return Batch(job, Pushed(self._n_batches, rows, len(pieces), last))
 
     def _counted(self, rows: Rows) -> Rows:
-        return replace(rows, nbytes=max(0, rows.nbytes - self._miscounted.get(rows.component, 0)))
+        """As they are, unless they are the first ones of a component that is to be miscounted."""
+        return replace(rows, nbytes=rows.nbytes - self._miscounted.pop(rows.component, 0)) if rows.nbytes else rows
 
 
 @dataclass
@@ -130,20 +107,6 @@ class RoomWork:
     def n_tokens(self) -> int:
         """Tokens of the prompt."""
         return self.room.n_tokens
-
-
-def engine_failure(event: Failed) -> Failure:
-    """What the engine found, as the room's failure."""
-    if event.code == WRONG_OWNER:
-        return Failure(event.code, event.message, 502, event.component, Check.STAMP)
-    return Failure(event.code, event.message, 500, event.component)
-
-
-def placement_failure(error: LayoutError) -> Failure:
-    """Memory of this node that cannot hold the room, or is not its own, as the room's failure."""
-    if isinstance(error, WrongOwner):
-        return Failure(WRONG_OWNER, str(error), 502, error.component, Check.STAMP)
-    return Failure("bad_placement", str(error), 502, error.component, PLACEMENT)
 
 
 def read_request(reserve: Reserve) -> GenerationRequest:

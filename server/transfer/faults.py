@@ -95,8 +95,8 @@ TIMED = frozenset({FaultKind.DELAY_WRITES, FaultKind.LATE_WRITES})
 
 PREFILL, DECODE = "prefill", "decode"
 PHASES = {
-    PREFILL: ("queued", "prefill", "transfer", "commit", "committed"),
-    DECODE: ("waiting", "reserve", "queued", "prefill", "transfer", "verify", "committed", "decode"),
+    PREFILL: ("pair", "queued", "prefill", "transfer", "commit", "committed"),
+    DECODE: ("waiting", "reserve", "pair", "queued", "prefill", "transfer", "verify", "committed", "decode"),
 }
 """Phases in which a node can be killed."""
 MESSAGE_TYPES = {

@@ -114,11 +114,12 @@ async def test_rooms_pass_every_phase_in_which_a_node_can_be_killed(
     files, kills = Files(tmp_path), []
     p, d = await start(pair, files)
     monkeypatch.setattr(os, "kill", lambda pid, number: kills.append((pid, number)))
-    for role, phases in PHASES.items():
+    passed = {role: set(phases) - {"pair"} for role, phases in PHASES.items()}  # which is for rooms that a router named
+    for role, phases in passed.items():
         files.arm(role, *(f"kill:{phase}:1" for phase in phases))
     await answer(d.node, request(270))
     await until(lambda: all_free(p) and all_free(d))
-    assert kills == [(os.getpid(), signal.SIGKILL)] * sum(map(len, PHASES.values()))
+    assert kills == [(os.getpid(), signal.SIGKILL)] * sum(map(len, passed.values()))
 
 
 @pytest.mark.parametrize(("stamped_as_others", "component"), [("slot", "swa"), ("pages", "c4_kv")])

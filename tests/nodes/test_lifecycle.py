@@ -214,7 +214,7 @@ def test_the_first_death_is_the_reason_and_an_orderly_end_is_none() -> None:
         "server.transfer.decode_room.DecodeRoom._on_done",
         "server.prefill.reception.read_request",
         "server.prefill.reception.Reception._check",
-        "server.prefill.desk.Outgoing",
+        "server.prefill.memory.Outgoing",
         "server.prefill.work.CopyPlan.full_pages",
         "server.prefill.work.CopyPlan.tail",
     ],
