@@ -17,7 +17,7 @@ from tests.support.processes import ProcessPair, process_pair, until
 AT_ONCE_S = 1.0
 PAIR_S = 2.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-LONG_PROMPT = [10 + i % 400 for i in range(6000)]
+LONG_PROMPT = [10 + i % 400 for i in range(3000)]
 OPTIONS = ("--slots", "4", "--poison", "--deadline", f"pair={PAIR_S:g}")
 
 _rooms = itertools.count(2**62 + 1)
