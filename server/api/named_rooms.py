@@ -1,7 +1,8 @@
 """The room that a router names in a request: ``bootstrap_host``, ``bootstrap_port`` and ``bootstrap_room``.
 
 A router sends the same body to a prefill and to a decode node; the room is how the two find each other. Each field is
-one value, or a list with one value for each generation (prompts times ``n``).
+one value, or a list with one value for each prompt or for each generation (prompts times ``n``). Where samples of one
+prompt share a room, each but the first gets another one, which both nodes derive alike: see :func:`sample_room`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ MAX_GENERATIONS = 256
 """Prompts times samples in one HTTP request."""
 MAX_ROOM = 2**63 - 1
 """Largest room id; 0 is as good as any other."""
+_SAMPLE_STRIDE = 0x1E3779B97F4A7C15
+"""Odd, so that no two samples meet; about a golden section of the ids."""
 _MAX_PORT = 65535
 _MAX_HOST_CHARS = 255
 
@@ -78,11 +81,12 @@ def named_rooms(
     hosts: str | list[str] | None,
     ports: int | list[int] | None,
     rooms: int | list[int] | None,
-    n_generations: int,
     *,
+    n_prompts: int,
+    n_samples: int,
     on_prefill: bool,
 ) -> list[NamedRoom | None]:
-    """The room of each generation, all None where the request names none.
+    """The room of each generation, samples of one prompt side by side; all None where the request names none.
 
     One host or port holds for all rooms. The prefill node, which is the host, needs no host and port.
 
@@ -99,25 +103,41 @@ def named_rooms(
         for field, value in (("bootstrap_host", hosts), ("bootstrap_port", ports)):
             if value is not None:
                 raise InvalidRequest("bootstrap_room", f"{field} is given, but bootstrap_room is missing.")
-        return [None] * n_generations
-    each_room = _spread("bootstrap_room", [rooms] if isinstance(rooms, int) else rooms, n_generations)
-    if len(set(each_room)) < len(each_room):
-        raise InvalidRequest("bootstrap_room", "bootstrap_room names one room twice: each generation needs its own.")
+        return [None] * (n_prompts * n_samples)
     if not on_prefill:
         for field, value in (("bootstrap_host", hosts), ("bootstrap_port", ports)):
             if value is None:
                 message = f"{field} is missing: with bootstrap_room it says which prefill node has the room."
                 raise InvalidRequest(field, message)
-    each_host = _spread("bootstrap_host", hosts, n_generations)
-    each_port = _spread("bootstrap_port", ports, n_generations)
-    return [NamedRoom(*named) for named in zip(each_room, each_host, each_port, strict=True)]
+    each_room = [rooms] if isinstance(rooms, int) else rooms
+    if len(each_room) == n_prompts:
+        each_room = [sample_room(room, sample) for room in each_room for sample in range(n_samples)]
+    columns = [
+        _spread("bootstrap_room", each_room, n_prompts, n_samples),
+        _spread("bootstrap_host", hosts, n_prompts, n_samples),
+        _spread("bootstrap_port", ports, n_prompts, n_samples),
+    ]
+    if len(set(each_room)) < len(each_room):
+        raise InvalidRequest("bootstrap_room", "bootstrap_room names one room twice: each prompt needs its own.")
+    return [NamedRoom(*named) for named in zip(*columns, strict=True)]
 
 
-def _spread(field: str, value: Any, n_generations: int) -> list[Any]:
-    """One value for each generation, where ``value`` is one for all or a list."""
+def sample_room(room: int, sample: int) -> int:
+    """The room of one sample where a router names one room for all samples of a prompt; the first has ``room`` itself.
+
+    The others lie far away, so that they meet no other room by chance, whether ids are random or small.
+    """
+    return (room + sample * _SAMPLE_STRIDE) % (MAX_ROOM + 1)
+
+
+def _spread(field: str, value: Any, n_prompts: int, n_samples: int) -> list[Any]:
+    """One value for each generation."""
+    n_generations = n_prompts * n_samples
     if not isinstance(value, list):
         return [value] * n_generations
-    if len(value) != n_generations:
-        message = f"{field} has {len(value)} elements for {n_generations} generations (prompts times n)."
-        raise InvalidRequest(field, message)
-    return value
+    if len(value) == n_generations:
+        return value
+    if len(value) == n_prompts:
+        return [element for element in value for _ in range(n_samples)]
+    wanted = f"{n_prompts} prompts" + (f" with {n_samples} samples each" if n_samples > 1 else "")
+    raise InvalidRequest(field, f"{field} has {len(value)} elements for {wanted}.")

@@ -123,9 +123,13 @@ def _requests(
         raise InvalidRequest("n", f"{n_generations} generations (prompts times n) are more than {MAX_GENERATIONS}.")
     for token_id in body.stop_token_ids or ():
         check_token_id(backend, token_id, "stop_token_ids")
-    on_prefill = backend.role == PREFILL_ROLE
     rooms = named_rooms(
-        body.bootstrap_host, body.bootstrap_port, body.bootstrap_room, n_generations, on_prefill=on_prefill
+        body.bootstrap_host,
+        body.bootstrap_port,
+        body.bootstrap_room,
+        n_prompts=len(prompts),
+        n_samples=body.n_samples,
+        on_prefill=backend.role == PREFILL_ROLE,
     )
     requests: list[GenerationRequest] = []
     for ids in prompts:

@@ -108,11 +108,34 @@ async def test_a_wrong_field_is_a_400_by_its_name(
     assert not backend.requests
 
 
-@pytest.mark.parametrize("rooms", [5, [1, 2, 3], [4, 4]])
-async def test_rooms_must_be_one_for_each_sample(client: httpx.AsyncClient, backend: FakeBackend, rooms: Any) -> None:
-    error = error_of(await complete(client, n=2, **NAMED | {"bootstrap_room": rooms}), 400)
+@pytest.mark.parametrize("rooms", [5, [5], [5, 6, 7], [4, 4, 5, 6], [4, 4]])
+async def test_rooms_must_be_one_for_each_prompt_or_sample(
+    client: httpx.AsyncClient, backend: FakeBackend, rooms: Any
+) -> None:
+    error = error_of(await complete(client, prompt=["x", "y"], n=2, **NAMED | {"bootstrap_room": rooms}), 400)
     assert error["param"] == "bootstrap_room"
     assert not backend.requests
+
+
+async def test_samples_that_share_a_room_get_one_each_and_both_nodes_the_same(
+    client: httpx.AsyncClient, at_prefill: httpx.AsyncClient, backend: FakeBackend, prefill: FakeBackend
+) -> None:
+    for fields in (
+        {"n": 128, "bootstrap_room": 5},
+        {"n": 2, "bootstrap_room": [MAX_ROOM]},
+        {"n": 3, "prompt": ["x", "y"], "bootstrap_room": [1, 2], "bootstrap_host": ["a", "b"]},
+    ):
+        for node, nodes_backend in ((client, backend), (at_prefill, prefill)):
+            nodes_backend.generations.clear()
+            assert (await complete(node, **NAMED | fields)).status_code == 200
+        named = [request.named for request in backend.requests]
+        assert named == [request.named for request in prefill.requests]
+        rooms = [one.room for one in named if one is not None]
+        assert len(set(rooms)) == len(named)
+        assert all(0 <= room <= MAX_ROOM for room in rooms)
+        assert rooms[0] in (5, MAX_ROOM, 1)
+    assert [one.host for one in named if one is not None] == ["a"] * 3 + ["b"] * 3
+    assert rooms[3] == 2
 
 
 async def test_a_host_without_a_room_is_a_400(client: httpx.AsyncClient) -> None:

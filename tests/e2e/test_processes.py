@@ -127,8 +127,8 @@ def test_the_prefill_node_serves_health_information_and_metrics_and_refuses_gene
     assert (info["disaggregation_mode"], info["bootstrap_port"]) == ("prefill", int(pair.address.split(":")[1]))
     assert info["model_fingerprint"] == pair.d.info()["model_fingerprint"]
     for path in ("/v1/completions", "/v1/chat/completions"):
-        refused = pair.p.http.post(path, json={"prompt": "hello", "messages": []})
-        assert refused.status_code == 404
+        refused = pair.p.http.post(path, json={"prompt": "hello", "messages": [{"role": "user", "content": "hi"}]})
+        assert refused.status_code == 400
         assert error_of(refused)["code"] == "wrong_role"
         assert "decode node" in error_of(refused)["message"]
 

@@ -17,6 +17,7 @@ NAMED = set(re.findall(r"`([A-Za-z_0-9]+)", TEXT))
 STRUCTS = [
     *get_args(protocol.AnyMessage),
     protocol.RoomRequest,
+    protocol.RoutedRequest,
     protocol.Sampling,
     protocol.Sent,
     protocol.Timings,
