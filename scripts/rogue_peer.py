@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -122,10 +122,16 @@ async def _ping_for_ever(peer: RoguePeer) -> None:
 
 @asynccontextmanager
 async def rogue_peer(
-    bootstrap: str, session: str = "", arena_base: int = NOWHERE, *, timeout_s: float = 10.0
+    bootstrap: str,
+    session: str = "",
+    *,
+    change: Callable[[Manifest], Manifest] = lambda manifest: manifest,
+    timeout_s: float = 10.0,
 ) -> AsyncIterator[RoguePeer]:
-    """A peer of the prefill node at ``bootstrap`` (host:port). Without ``session`` it has a Mooncake endpoint of its
-    own, in which nothing is registered. Gone without a word at the end of the block.
+    """A peer of the prefill node at ``bootstrap`` (host:port), gone without a word at the end of the block.
+
+    Without ``session`` it has a Mooncake endpoint of its own, in which nothing is registered. ``change`` makes another
+    manifest of an acceptable one. Raises :class:`RogueFailed` if it is refused.
     """
     engine = await asyncio.to_thread(MooncakeEngine, transport="tcp")
     context = zmq.asyncio.Context()
@@ -135,17 +141,18 @@ async def rogue_peer(
         dealer.connect(f"tcp://{bootstrap}")
         identity, layout = _identity()
         transport = TransportIdentity(engine.kind, engine.version, engine.transport)
-        manifest = build_manifest(
+        right = build_manifest(
             "decode",
             new_incarnation(),
             identity,
             transport,
             layout,
-            arena_base,
+            NOWHERE,
             spec_tokens=0,
             components=layout.names,
             session=session or engine.session,
         )
+        manifest = change(right)
         peer = RoguePeer(manifest, "", dealer)
         peer.send(Register(manifest))
         peer.prefill = (await peer.receive(Registered, timeout_s)).manifest.incarnation

@@ -67,6 +67,10 @@ class Node:
         self._logs = logs
         self._process = Process(name, self._command, logs / f"{name}.log")
 
+    def command_with(self, *options: str) -> list[str]:
+        """The node's command line with further options."""
+        return [*self._command, *options]
+
     def start(self) -> None:
         """A new life; returns at once."""
         self.lives += 1
@@ -171,14 +175,19 @@ async def running(
     decode_port, oracle_port, *ports = free_ports(2 + 2 * prefill_nodes)
     http, control = ports[:prefill_nodes], ports[prefill_nodes:]
     common = ["--poison", "--slots", "4", "--pages", "64", "--permute-ids"]
-    prefill = ["launch_prefill", "--chunk-tokens", "64", *prefill_options, *common]
+    prefill = ["launch_prefill", "--chunk-tokens", "64", *common]
     prefills = tuple(
-        Node(f"prefill{i}", [*prefill, str(seed + i), "--bootstrap-port", str(control[i])], http[i], logs)
+        Node(
+            f"prefill{i}",
+            [*prefill, str(seed + i), "--bootstrap-port", str(control[i]), *prefill_options],
+            http[i],
+            logs,
+        )
         for i in range(prefill_nodes)
     )
     addresses = tuple(f"{HOST}:{port}" for port in control)
     peers = [word for address in addresses for word in ("--prefill", address)]
-    command = ["launch_decode", *peers, "--spec-tokens", "3", *decode_options, *common, str(seed + prefill_nodes)]
+    command = ["launch_decode", *peers, "--spec-tokens", "3", *common, str(seed + prefill_nodes), *decode_options]
     nodes = Field(Node("decode", command, decode_port, logs), prefills, addresses)
     oracle = Node("oracle", ["launch_decode", "--local-prefill"], oracle_port, logs)
     everything = [*nodes.nodes, oracle]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import bench
+import faults
 import gsm8k
 import knockout
 import pytest
@@ -143,6 +144,7 @@ def test_named_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
         bench.parse_args,
         knockout.main,
         soak.main,
+        faults.main,
     )
     helps = "".join(help_of(command, capsys) for command in commands)
     for script in ("setup", "test"):

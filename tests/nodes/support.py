@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import queue
 import threading
@@ -20,7 +21,7 @@ from server.cache.allocator import Allocator
 from server.cache.arena import Arena
 from server.cache.digest import live_digests
 from server.cache.handoff import Handoff, prompt_hash, write_handoff
-from server.cache.layout import ArenaLayout, Placement, Run
+from server.cache.layout import ArenaLayout, Placement
 from server.cache.live import live_positions
 from server.cache.specs import HANDOFF, CacheGeometry
 from server.decode.node import DecodeNode
@@ -79,10 +80,18 @@ def first_token_of(prompt: tuple[int, ...]) -> int:
     return (sum(prompt) * 31 + len(prompt)) % (VOCABULARY - 1) + 1
 
 
-def row_bytes(prompt: tuple[int, ...], name: str, row: int, nbytes: int) -> bytes:
-    """What the "model" computes for one row: a function of the prompt, the component and the row."""
-    seed = hashlib.blake2b(f"{prompt}|{name}|{row}".encode(), digest_size=8).digest()
-    return np.random.default_rng(int.from_bytes(seed, "little")).bytes(nbytes)
+def rows_bytes(prompt: tuple[int, ...], name: str, rows: range, nbytes: int) -> bytes:
+    """What the "model" computes for ``rows`` of ``nbytes`` each: a function of prompt, component and row."""
+    row = np.arange(rows.start, rows.stop, dtype=np.uint64)[:, None]
+    column = np.arange(nbytes, dtype=np.uint64)
+    mixed = (row * np.uint64(nbytes) + column + np.uint64(_seed(prompt, name))) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return (mixed >> np.uint64(56)).astype(np.uint8).tobytes()
+
+
+@functools.lru_cache(maxsize=4096)
+def _seed(prompt: tuple[int, ...], name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{prompt}|{name}".encode(), digest_size=6).digest(), "little")
 
 
 class FakeEngine(threading.Thread):
@@ -190,11 +199,10 @@ class FakeEngine(threading.Thread):
             rows = range(start // c.positions, stop // c.positions)
             if c.scope == "slot":
                 rows = range(max(start, stop - c.rows), stop)
-            for row in rows:
-                self.arena.write(
-                    Run(layout.row_offset(c.name, placement, row), c.row_nbytes),
-                    row_bytes(prompt, c.name, row, c.row_nbytes),
-                )
+            data = rows_bytes(prompt, c.name, rows, c.row_nbytes)
+            for run in layout.runs(c.name, rows, placement):
+                self.arena.write(run, data[: run.nbytes])
+                data = data[run.nbytes :]
 
     def _check(self, command: Resume) -> None:
         """The decode side of the fake: every live row must be what the prompt's prefill computes."""
@@ -203,7 +211,7 @@ class FakeEngine(threading.Thread):
             if name == HANDOFF:
                 continue
             nbytes = self.arena.layout.component(name).row_nbytes
-            expected = b"".join(row_bytes(prompt, name, row, nbytes) for row in rows)
+            expected = rows_bytes(prompt, name, rows, nbytes)
             if self.arena.read(self.arena.layout.runs(name, rows, command.placement)) != expected:
                 self.wrong_bytes.append(name)
         if command.first.token_id != first_token_of(prompt):

@@ -1,0 +1,240 @@
+"""Hangs, leaks and lies, as they happened elsewhere, staged here. Each play returns what fired."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import zmq
+from faults_stage import Stage, expect, question
+from rogue_peer import deaf_port, rogue_peer
+from soak_client import End, Outcome
+
+Seen = list[str]
+LONG = 700
+KNOWN_S = 5.0
+"""A dead or frozen peer is known within this time (3.5 s and a look around)."""
+SOON_S = 3.0
+"""What needs no deadline; a fraction of a second on a quiet machine."""
+
+
+async def prefill_gives_up(stage: Stage) -> Seen:
+    """P fails a room, and the message that says so is lost once."""
+    stage.arm(prefill=["fail-writes:swa:1", "drop-message:Failed:1"])
+    outcome = await stage.ask(question(100, 20))
+    expect(outcome.status == 502 and outcome.error.get("component") == "swa", f"not told: {outcome}")
+    expect(outcome.seconds < SOON_S, f"told after {outcome.seconds:.1f} s")
+    return [f"the decode node knows after {outcome.seconds:.2f} s, though the first Failed was lost: HTTP 502, swa"]
+
+
+async def exceptions_in_workers(stage: Stage) -> Seen:
+    """Frames that cannot be decoded, in both directions, at every step of a room."""
+    before = await _dropped(stage)
+    types = {"prefill": ("Reserved", "Done"), "decode": ("Reserve", "Committed")}
+    stage.arm(**{role: [f"corrupt-message:{one}:1" for one in names] for role, names in types.items()})
+    await stage.right(question(100, 21))
+    dropped = await _dropped(stage) - before
+    expect(dropped >= 4, f"{dropped:g} frames were counted as dropped, at least 4 were corrupt")
+    await stage.right(question(100, 22))
+    return [f"four corrupt frames in one room: {dropped:g} dropped and counted, sent again, the answer is right"]
+
+
+async def deadline_while_transferring(stage: Stage) -> Seen:
+    """Writes that do not begin for 30 s; the transfer's deadline is 4 s."""
+    stage.arm(prefill=["delay-writes:30:1"])
+    outcome = await stage.ask(question(100, 23))
+    expect(outcome.end is End.REFUSED and outcome.seconds < 20, f"no deadline: {outcome} after {outcome.seconds:.1f} s")
+    seconds = await stage.free_again()
+    return [f"HTTP {outcome.status} {outcome.error['message']!r}; all memory free {seconds:.1f} s later"]
+
+
+async def restarted_peer(stage: Stage) -> Seen:
+    """P kills itself in the middle of a prompt and comes back on the same ports."""
+    stage.arm(prefill=["kill:transfer"])
+    outcome = await stage.ask(question(LONG, 24))
+    stage.arm()
+    expect(outcome.error.get("code") == "peer_lost", f"expected peer_lost: {outcome}")
+    seconds = await stage.restart_prefill()
+    return [
+        f"HTTP {outcome.status} peer_lost after {outcome.seconds:.1f} s; served again {seconds:.1f} s after its start"
+    ]
+
+
+async def same_room_twice(stage: Stage) -> Seen:
+    host, port = stage.bootstrap.rsplit(":", 1)
+    room: dict[str, Any] = {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": 77}
+    asked = question(30, 25, **room)
+    first = asyncio.create_task(stage.ask(asked, abort_s=SOON_S))  # nobody gives P its half: it waits
+
+    async def is_open() -> bool:
+        return any(peer["rooms"] for peer in (await stage.decode.info())["peers"])
+
+    await stage.wait("the first room is open", is_open, SOON_S)
+    second = await stage.ask(asked)
+    await first
+    expect(second.status == 409, f"expected HTTP 409: {second}")
+    await stage.free_again()
+    await stage.right(question(30, 26))
+    return [f"HTTP 409 {second.error['code']} in {second.seconds:.2f} s; both nodes go on"]
+
+
+async def a_room_a_sample(stage: Stage) -> Seen:
+    before = await _committed(stage)
+    await stage.right(question(40, 27, n=3, temperature=0.8, seed=5))
+
+    async def three_more() -> bool:
+        return await _committed(stage) == before + 3
+
+    await stage.wait("three rooms are committed for three samples", three_more, SOON_S)
+    return ["n = 3: three rooms, every sample as by one process"]
+
+
+async def deadline_of_a_queue(stage: Stage) -> Seen:
+    """A queue of 7 s before P's two slots; D gives up what it hears nothing of for 4 s."""
+    stage.arm(prefill=["delay-writes:1.4"])
+    asked = [question(30 + i, 28, max_tokens=2) for i in range(10)]
+    started = time.monotonic()
+    outcomes = await asyncio.gather(*(stage.ask(one) for one in asked))
+    seconds = time.monotonic() - started
+    for one, outcome in zip(asked, outcomes, strict=True):
+        await stage.compare(one, outcome)
+    expect(seconds > 5.0, f"the queue was over in {seconds:.1f} s: this run shows nothing")
+    return [f"ten rooms queued for up to {seconds:.1f} s with a silence deadline of 4 s: all answered"]
+
+
+async def no_prefill(stage: Stage) -> Seen:
+    stage.prefill.kill()
+
+    async def is_known() -> bool:
+        return not (await stage.decode.get("/ready")).is_success
+
+    known_s = await stage.wait("the loss is known", is_known, KNOWN_S * 2)
+    outcome = await stage.ask(question(20, 29))
+    expect(outcome.status == 503 and outcome.error.get("code") == "no_prefill", f"expected no_prefill: {outcome}")
+    await stage.restart_prefill()
+    answered = await stage.right(question(20, 29))
+    return [
+        f"known after {known_s:.1f} s; HTTP 503 no_prefill in {outcome.seconds:.2f} s",
+        f"after the restart x-pd-prefill is {answered.prefill}",
+    ]
+
+
+async def ready_is_a_transfer(stage: Stage) -> Seen:
+    """P is frozen: its process and its ports are there."""
+    stage.prefill.freeze()
+    try:
+
+        async def is_known() -> bool:
+            return not (await stage.decode.get("/ready")).is_success
+
+        seconds = await stage.wait("/ready says no", is_known, KNOWN_S * 2)
+        expect((await stage.decode.get("/health")).is_success, "/health of the decode node says no")
+        said = (await stage.decode.get("/ready")).json()["error"]["message"]
+    finally:
+        stage.prefill.thaw()
+    return [f"/ready is 503 after {seconds:.1f} s: {said}"]
+
+
+async def cancels(stage: Stage) -> Seen:
+    """Forty clients go away at random moments."""
+    rng = random.Random(30)
+
+    async def one(seed: int) -> Outcome:
+        await asyncio.sleep(rng.uniform(0, 3))
+        asked = question(rng.randrange(1, LONG), seed, max_tokens=200)
+        return await stage.ask(asked, stream=rng.random() < 0.5, abort_s=rng.uniform(0, 1.5))
+
+    outcomes = await asyncio.gather(*(one(seed) for seed in range(40)))
+    n_aborted = sum(outcome.end is End.ABORTED for outcome in outcomes)
+    seconds = await stage.free_again()
+    await stage.right(question(LONG, 31))
+    return [f"{n_aborted} aborts: every slot and page of both nodes free after {seconds:.1f} s"]
+
+
+async def drain(stage: Stage) -> Seen:
+    """SIGTERM for P while a transfer is held back."""
+    stage.arm(prefill=["delay-writes:1.5:1"])
+    asked = question(LONG, 32)
+    asking = asyncio.create_task(stage.ask(asked))
+
+    async def has_room() -> bool:
+        return (await stage.prefill.metrics())["pd_slots{reserved}"] == 1
+
+    await stage.wait("P works on the room", has_room, 10.0)
+    code = await stage.prefill.terminate(60.0)
+    await stage.compare(asked, await asking)
+    expect(code == 0, f"P ended with {code}")
+    await stage.restart_prefill()
+    return ["the transfer under way ends, the answer is right, the exit code is 0"]
+
+
+async def unreachable_peer(stage: Stage) -> Seen:
+    """D has a second prefill node that never answers; P is given a decode node whose Mooncake port never answers."""
+    peers = (await stage.decode.info())["peers"]
+    others = [peer["state"] for peer in peers if peer["address"] != stage.bootstrap]
+    expect(others != ["registered"], "the peer that never answers is registered")
+    async with deaf_port() as deaf, rogue_peer(stage.bootstrap, deaf) as rogue:
+        ids = rogue.reserve(list(range(10, 60)))
+        await asyncio.gather(*(stage.right(question(40 + i, 33)) for i in range(4)))
+        failed = await rogue.refusal(ids, 30.0)
+    expect(failed.code == "transfer_failed", f"the room of the silent node failed with {failed.code}")
+    return [f"four requests beside them are right; the silent node's room: {failed.reason}"]
+
+
+async def reason_is_the_cause(stage: Stage) -> Seen:
+    stage.arm(prefill=["miscount:swa:1"])
+    outcome = await stage.ask(question(100, 34))
+    said = str(outcome.error.get("message"))
+    expect("swa" in said and "bytes" in said and "dead" not in said, f"not the cause: {said}")
+    return [f"HTTP {outcome.status}: {said}"]
+
+
+class _Trap:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, (self.path, "w"))
+
+
+async def pickle_on_the_port(stage: Stage) -> Seen:
+    """A pickle that runs code, bare, behind the protocol's head, and as several frames; then a huge frame."""
+    before = await _dropped(stage)
+    with tempfile.TemporaryDirectory() as directory, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        trap = Path(directory) / "sprung"
+        payload = pickle.dumps(_Trap(str(trap)))
+        dealer.setsockopt(zmq.LINGER, 1000)
+        dealer.connect(f"tcp://{stage.bootstrap}")
+        for frames in ([payload], [b"PD\x01" + payload], [b"PD\x02" + payload], [payload, payload]):
+            dealer.send_multipart(frames)
+
+        async def counted() -> bool:
+            return await _dropped(stage) >= before + 4
+
+        await stage.wait("four frames are dropped and counted", counted, SOON_S)
+        dealer.send(b"\0" * (9 << 20))  # over the cap: the connection ends, nothing else
+        expect(not trap.exists(), "the pickle was run")
+    await stage.right(question(30, 35))
+    return ["four frames dropped and counted, nothing unpickled, a frame of 9 MiB not read; the pair goes on"]
+
+
+async def _dropped(stage: Stage) -> float:
+    """Frames that both nodes have dropped."""
+    names = [await node.metrics() for node in (stage.prefill, stage.decode)]
+    return sum(
+        value
+        for metrics in names
+        for name, value in metrics.items()
+        if name.startswith("pd_control_frames_dropped_total{")
+    )
+
+
+async def _committed(stage: Stage) -> float:
+    return (await stage.decode.metrics()).get("pd_rooms_total{committed,}", 0)

@@ -1,0 +1,193 @@
+"""Wrong answers without an error, as they happened elsewhere, staged here. Each play returns what fired."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from faults_stage import Silent, Stage, expect, question
+from msgspec.structs import replace
+from rogue_peer import RogueFailed, rogue_peer
+from soak_client import End, Outcome
+from soak_plan import Question
+
+from server.transfer.manifest import Manifest
+
+Seen = list[str]
+LONG = 700
+"""Tokens of a prompt that takes more than one chunk and page."""
+
+
+async def state_never_sent(stage: Stage) -> Seen:
+    """18 tokens, and the sliding window, a compressor's and the indexer's state do not go over."""
+    names = ("swa", "c4_state_b", "c4_index_state_b")
+    seen = [await stage.refused(f"drop:{name}", "digest", name, 18) for name in names]
+    seen.append(await stage.refused("forget:c4_index_state_a", "coverage", "c4_index_state_a", 18))
+    await stage.right(question(18, 1))
+    return [*seen, "without a fault, 18 tokens are answered as by one process"]
+
+
+async def draft_state_not_registered(stage: Stage) -> Seen:
+    seen = [
+        await stage.refused("forget:draft_swa", "coverage", "draft_swa"),
+        await stage.refused("drop:draft_swa", "digest", "draft_swa"),
+    ]
+    return seen
+
+
+async def prefill_without_draft(stage: Stage) -> Seen:
+    """A prefill node with ``--draft off`` and a decode node that reads the draft's window."""
+    async with stage.another_prefill("--draft", "off") as bootstrap:
+        return [await _refused(bootstrap, "components.draft_swa")]
+
+
+async def rings_and_dtypes(stage: Stage) -> Seen:
+    """P's rings have no room for drafts, D's have: paired by position. Another dtype is refused."""
+    seen = [await _refused(stage.bootstrap, "dtype", lambda manifest: replace(manifest, dtype="bfloat16"))]
+    for n in (1, 64, 257):
+        await stage.right(question(n, 2))
+    return [*seen, "rings of different sizes (P drafts nothing, D 3 tokens a step): answers as by one process"]
+
+
+async def failed_write(stage: Stage) -> Seen:
+    """One component's writes fail: the room must. (The pieces of a full page carry several components.)"""
+    seen = []
+    for name in ("swa", "c4_kv", "c128_state", "handoff"):
+        stage.arm(prefill=[f"fail-writes:{name}:1"])
+        outcome = await stage.ask(question(100, 3))
+        expect(outcome.status == 502 and outcome.error.get("code") == "transfer_failed", f"{name}: {outcome}")
+        expect(outcome.error.get("component") == name, f"the error does not name {name}: {outcome}")
+        seen.append(f"a write of {name} fails: HTTP 502 transfer_failed names it")
+    return seen
+
+
+async def prompt_too_long_for_prefill(stage: Stage) -> Seen:
+    """16 pages on P, 64 on D: P cannot compute 5000 tokens."""
+    outcome = await stage.ask(question(5000, max_tokens=1))
+    expect(outcome.status == 400, f"expected HTTP 400: {outcome}")
+    await stage.free_again()
+    return [f"HTTP 400 {outcome.error['code']} in {outcome.seconds:.2f} s, both nodes hold nothing"]
+
+
+async def abort_while_writing(stage: Stage) -> Seen:
+    """The client goes away while P's writes are held back; D must not give the memory away before they ended."""
+    stage.arm(prefill=["delay-writes:1.5:1"])
+    asked = asyncio.create_task(stage.ask(question(LONG, 4), abort_s=1.0))
+
+    async def quarantined() -> bool:
+        return (await stage.decode.metrics())["pd_slots{quarantined}"] == 1
+
+    await stage.wait("the room's slot is in quarantine", quarantined, 10.0)
+    expect((await asked).end is End.ABORTED, "the client did not go away")
+    seconds = await stage.free_again()
+    await stage.right(question(LONG, 5))
+    return [f"quarantine until P said Quiesced, {seconds:.1f} s; the next answer in that memory is right"]
+
+
+async def write_after_failure(stage: Stage) -> Seen:
+    """Writes are reported as failed and land a second later."""
+    before = (await stage.decode.metrics()).get("pd_fences_total", 0)
+    stage.arm(prefill=["late-writes:1:1"])
+    outcome = await stage.ask(question(LONG, 6))
+    expect(outcome.error.get("code") == "transfer_failed", f"expected transfer_failed: {outcome}")
+    await stage.free_again()
+    fences = (await stage.decode.metrics()).get("pd_fences_total", 0) - before
+    expect(fences == 1, f"{fences} fences")
+    await asyncio.sleep(1.2)  # the late writes
+    await stage.calm()
+    await stage.right(question(LONG, 7))
+    return ["the room fails, the transport session is fenced before its memory is free, the next answer is right"]
+
+
+async def done_before_applied(stage: Stage) -> Seen:
+    """The transport says done, and nothing was written."""
+    return [await stage.refused(f"drop:{name}@wire", "digest", name) for name in ("swa", "c4_kv")]
+
+
+async def stale_slot(stage: Stage) -> Seen:
+    """P sends the state of the room before: the stamp of its slot tells, and behind it the hand-off row."""
+    await stage.right(question(200, 8))
+    seen = [await stage.refused("stale:handoff@pool", "stamp", "handoff")]
+    seen.append(await stage.refused("stale:handoff@pool", "handoff", "handoff", 263, "unchecked:stamp"))
+    return seen
+
+
+async def metadata_of_another(stage: Stage) -> Seen:
+    """Many rooms on few slots; then two rooms whose hand-off rows are exchanged."""
+    asked = [question(20 + i, 9, max_tokens=1) for i in range(64)]
+    outcomes = await asyncio.gather(*(stage.ask(one) for one in asked))
+    for one, outcome in zip(asked, outcomes, strict=True):
+        await stage.compare(one, outcome)
+    stage.arm(prefill=["swap:handoff:2"])
+    pair = await asyncio.gather(*(stage.ask(question(263, seed)) for seed in (10, 11)))
+    named = [(outcome.status, outcome.error.get("component")) for outcome in pair]
+    expect(named == [(502, "handoff")] * 2, f"exchanged rows: {[str(outcome) for outcome in pair]}")
+    return [
+        "64 rooms at once on 2 and 8 slots: every first token right",
+        "exchanged rows: HTTP 502 names handoff, twice",
+    ]
+
+
+async def index_of_another_pool(stage: Stage) -> Seen:
+    """The copy plan takes the next slot or page. (Ids are permuted on both nodes in every entry here.)"""
+    names = ("c4_kv", "c128_kv", "swa")
+    return [await stage.refused(f"shift:{name}@pool", "stamp", name) for name in names]
+
+
+async def too_many_drafts(stage: Stage) -> Seen:
+    """More draft tokens than the rings can undo."""
+    process = await asyncio.create_subprocess_exec(
+        *stage.decode.command_with("--spec-tokens", "99"),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, stderr = await process.communicate()
+    said = stderr.decode().strip().splitlines()[-1]
+    expect(process.returncode == 2 and "99" in said, f"exit code {process.returncode}: {said}")
+    return [f"refused at start, exit code 2: {said}"]
+
+
+async def finish_at_the_first_token(stage: Stage) -> Seen:
+    """The first token ends the answer: by its number, as a stop token, as a stop string."""
+    asked = question(50, 12, max_tokens=1)
+    first = await stage.right(asked)
+    expect(first.choices[0].finish_reason == "length", f"finish reason {first.choices[0].finish_reason}")
+    text = first.choices[0].text
+    stop: dict[str, Any] = {**asked.body, "max_tokens": 20, "stop": [text]}
+    stopped = await stage.right(Question(asked.path, stop))
+    expect(stopped.choices[0].finish_reason == "stop", f"finish reason {stopped.choices[0].finish_reason}")
+    every: dict[str, Any] = {**asked.body, "max_tokens": 20, "stop_token_ids": list(range(529))}
+    ended = await stage.right(Question(asked.path, every))
+    expect(ended.choices[0].finish_reason == "stop", f"finish reason {ended.choices[0].finish_reason}")
+    return [f"max_tokens 1 (length), stop string {text!r} (stop), stop token ids (stop): as by one process"]
+
+
+async def batch_of_one_and_eight(stage: Stage) -> Seen:
+    asked = question(100, 13, max_tokens=24)
+    alone = await stage.right(asked)
+    crowd = [question(60 + 20 * i, 14, max_tokens=24) for i in range(7)]
+    together, *_ = await asyncio.gather(stage.ask(asked), *(stage.ask(one) for one in crowd))
+    await stage.compare(asked, together)
+    expect(alone.choices == together.choices, "the answer depends on the batch")
+    return ["alone and among seven others: the same tokens and log probabilities, to the last bit"]
+
+
+async def first_logprobs(stage: Stage) -> Seen:
+    """The log probabilities of the token that P chose."""
+    for stream in (False, True):
+        asked = question(77, 15, logprobs=3)
+        outcome: Outcome = await stage.compare(asked, await stage.ask(asked, stream=stream))
+        _, logprob, top = outcome.choices[0].tokens[0]
+        expect(logprob is not None and len(top) >= 3, f"the first token has {logprob}, {top}")
+    return ["the first token's log probability and the best three, whole and streamed, as by one process"]
+
+
+async def _refused(bootstrap: str, field: str, change: Callable[[Manifest], Manifest] | None = None) -> str:
+    """A decode node whose manifest differs from P's in ``field`` is refused by that name."""
+    try:
+        async with rogue_peer(bootstrap, change=change or (lambda manifest: manifest)):
+            raise Silent(f"a decode node that differs in {field} was accepted")
+    except RogueFailed as refusal:
+        expect(f"field='{field}'" in str(refusal), f"refused for another reason: {refusal}")
+        return f"refused at the handshake: {refusal}"
