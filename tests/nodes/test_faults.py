@@ -60,6 +60,19 @@ async def test_refused_writes_of_any_component_fail_the_room(pair: Pair, compone
     assert d.metric("pd_fences_total") == 0
 
 
+@pytest.mark.parametrize("component", COMPONENTS)
+async def test_rows_in_another_slot_or_page_of_the_pool_are_never_sent(pair: Pair, component: str) -> None:
+    """Refused when the copy plan is made: this engine looks at no stamp."""
+    p = await pair.prefill(faults=(f"shift:{component}@pool:1",))
+    d = await pair.decode(p)
+    with pytest.raises(RequestFailed, match=f"{component}: .* belongs to nobody, expected room") as caught:
+        await answer(d.node, request(199))
+    assert (caught.value.code, caught.value.component) == ("wrong_owner", component)
+    assert p.metric("pd_check_failures_total", check="stamp", component=component) == 1
+    assert p.engine.prefilled == []
+    await assert_works_again(p, d)
+
+
 async def test_writes_of_unknown_fate_fail_the_room_and_its_memory_comes_back_by_a_fence(pair: Pair) -> None:
     p = await pair.prefill(faults=("late-writes:30:1",))
     d = await pair.decode(p)
