@@ -30,6 +30,7 @@ class Script:
     """Index of the first submitted request that is refused."""
     route_error: RequestFailed | None = None
     route_hangs: bool = False
+    n_retries: int = 0
     fail_after: int | None = None
     """Number of tokens after which the generation raises ``failure``."""
     failure: Exception = field(default_factory=lambda: RequestFailed("room_failed", "the room failed", component="swa"))
@@ -54,7 +55,7 @@ class FakeGeneration:
         await asyncio.sleep(0)
         if self.script.route_error is not None:
             raise self.script.route_error
-        return RouteInfo("local" if self.room is None else "10.0.0.1:8998", self.room)
+        return RouteInfo("local" if self.room is None else "10.0.0.1:8998", self.room, n_retries=self.script.n_retries)
 
     def abort(self) -> None:
         self.aborted = True

@@ -76,6 +76,14 @@ async def test_headers_name_the_prefill_node_and_the_rooms(client: httpx.AsyncCl
     assert "x-pd-room" not in local.headers
 
 
+async def test_a_header_counts_the_prompts_that_another_prefill_node_computed(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
+    assert "x-pd-retries" not in (await complete(client)).headers
+    backend.script.n_retries = 1
+    assert (await complete(client, prompt=["a", "b"])).headers["x-pd-retries"] == "2"
+
+
 async def test_parameters_reach_the_engine(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     await complete(
         client,

@@ -35,13 +35,14 @@ async def failure_of(d: NodeUnderTest) -> RequestFailed:
 
 def deaf_to(p: NodeUnderTest, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefill node does not hear messages of this kind any more."""
-    heard = p.node._desk.on_message
+    reception = p.node._bootstrap._handler
+    heard = reception.on_message
 
     def on_message(peer: object, message: object) -> None:
         if not isinstance(message, kind):
             heard(peer, message)
 
-    monkeypatch.setattr(p.node._desk, "on_message", on_message)
+    monkeypatch.setattr(reception, "on_message", on_message)
 
 
 async def test_reserve(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,8 @@ async def test_a_retry_waits_for_memory_but_not_for_a_node_that_is_gone(pair: Pa
     """The only slot is in quarantine, as the first node does not answer the abort; then the second node ends."""
     bad, good = await pair.prefill(faults=DROP), await pair.prefill()
     d = await pair.decode(bad, good, geometry=make_geometry(slots=2), deadlines=replace(FAST, quiesce_s=60.0))
-    bad.node._bootstrap._handler = handler = _Deaf(bad.node._desk)
+    reception = bad.node._bootstrap._handler
+    bad.node._bootstrap._handler = handler = _Deaf(reception)
     generation = d.node.submit(request(270))
     await until(lambda: len(d.node._desk.queue) == 1)
     assert d.node.server_info()["quarantine"][0]["code"] == "component_mismatch"
@@ -147,27 +148,27 @@ async def test_a_retry_waits_for_memory_but_not_for_a_node_that_is_gone(pair: Pa
     with pytest.raises(RequestFailed, match="swa"):
         await generation.route()
     assert handler.ignored > 0
-    bad.node._bootstrap._handler = bad.node._desk
+    bad.node._bootstrap._handler = reception
     await until(lambda: all_free(d))
     assert d.node.server_info()["quarantine"] == []
     assert d.metric("pd_quarantine_oldest_seconds") == 0
 
 
 class _Deaf:
-    """A desk that does not hear that a room is over."""
+    """A reception that does not hear that a room is over."""
 
-    def __init__(self, desk: object) -> None:
-        self._desk = desk
+    def __init__(self, reception: object) -> None:
+        self._reception = reception
         self.ignored = 0
 
     def on_message(self, peer: object, message: object) -> None:
         if isinstance(message, Abort | Rejected):
             self.ignored += 1
         else:
-            self._desk.on_message(peer, message)  # type: ignore[attr-defined]
+            self._reception.on_message(peer, message)  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._desk, name)
+        return getattr(self._reception, name)
 
 
 async def test_a_full_prefill_node_refuses_and_another_serves(pair: Pair) -> None:

@@ -104,6 +104,26 @@ def test_a_lost_piece_makes_its_room_unquiesced_for_good(link: Link, results: Re
     assert results.next().quiesced
 
 
+def test_a_cancel_stops_the_next_piece_even_of_a_small_batch(
+    link: Link, results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it would go in one turn; the cancel comes while the third piece is handed over."""
+    submit, n_submitted = link.engine.submit, 0
+
+    def cancelling(session: str, src: int, dst: int, nbytes: int) -> Ticket:
+        nonlocal n_submitted
+        n_submitted += 1
+        if n_submitted == 3:
+            link.sender.cancel("room")
+        return submit(session, src, dst, nbytes)
+
+    monkeypatch.setattr(link.engine, "submit", cancelling)
+    link.sender.send(make_job(link.pieces(0, 16)))
+    result = results.next()
+    assert (result.outcome, result.pieces, result.quiesced) == (SendOutcome.CANCELLED, 3, True)
+    assert link.applied() == [0, 1, 2]
+
+
 def test_rooms_that_are_over_are_not_remembered(link: Link, results: Results) -> None:
     link.faults = {1: Fault.REFUSE, 2: Fault.HANG}
     for i in range(4):
