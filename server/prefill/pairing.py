@@ -6,6 +6,7 @@ node has committed. What ends one half ends the other at once; half a room ends 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from server.transfer.prefill_events import Paired, PrefillEvent
 from server.transfer.prefill_room import PrefillPhase
 from server.transfer.protocol import RoutedRequest, Waiting
 from server.transfer.rooms import Failure, GivenUp, RoomKey
+
+log = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 4096
 REMEMBER_S = 2.0
@@ -188,6 +191,14 @@ class Pairing:
 
     def moved(self, work: RoomWork) -> None:
         """After every event of a room without a prompt of its own: tells the client how it ended."""
+        try:
+            self._move(work)
+        except Exception as error:
+            log.exception("the client of %s could not be answered", work.room.key)
+            if work.half is not None:
+                self._end(work.half, Failure("internal_error", f"the prefill node failed: {error!r}", 500))
+
+    def _move(self, work: RoomWork) -> None:
         room, half = work.room, work.half
         if room.phase is PrefillPhase.PAIR or not (half or self._lonely.get(room.key.room) is work):
             return
@@ -195,9 +206,10 @@ class Pairing:
             del self._lonely[room.key.room]
             self._remember(room.key.room, room.failure or Failure("room_over", f"{room.key} is over", 409))
         elif room.phase is PrefillPhase.COMMITTED and work.first is not None:
+            answer = _first_output(self._tokenizer, half.request, work.first)
             self._halves.pop(half.room, None)
             half.generation.set_route(RouteInfo(self.address, half.room))
-            half.generation.put(_first_output(self._tokenizer, half.request, work.first))
+            half.generation.put(answer)
         elif room.failure is not None and not room.active:
             self._end(half, room.failure)
 

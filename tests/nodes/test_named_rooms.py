@@ -342,3 +342,59 @@ async def test_a_prefill_node_takes_no_request_without_a_room(pair: Pair) -> Non
     with pytest.raises(RequestFailed) as caught:
         p.node.submit(request(20))
     assert (caught.value.code, caught.value.status) == ("wrong_role", 400)
+
+
+async def test_an_answer_that_cannot_be_written_fails_that_client_only(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+
+    def broken(ids: list[int]) -> str:
+        raise RuntimeError("simulated")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(p.node.tokenizer, "decode", broken)
+        asked = named(20, p)
+        at_p, at_d = p.node.submit(asked), d.node.submit(asked)
+        assert tokens(await outputs(at_d)) == expected(asked)
+        error = await failure(at_p)
+    assert (error.code, error.status) == ("internal_error", 500)
+    assert "simulated" in error.message
+    asked = named(20, p)
+    at_p, at_d = p.node.submit(asked), d.node.submit(asked)
+    assert tokens(await outputs(at_d)) == expected(asked)
+    assert tokens(await outputs(at_p)) == expected(asked)[:1]
+    await all_free(p, d)
+
+
+async def test_a_prefill_node_that_drains_ends_what_is_not_paired_and_answers_what_is(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    p.engine.gate.clear()
+    asked, lonely, orphan = (named(20, p, room=room) for room in (1, 2, 3))
+    at_p, at_d = p.node.submit(asked), d.node.submit(asked)
+    halves = [p.node.submit(lonely), d.node.submit(orphan)]
+    await until(lambda: p.counts()["slots"]["reserved"] == 1 and p.node.server_info()["unpaired"]["rooms"] == 1)
+    p.node.drain()
+    for half in halves:
+        error = await failure(half, AT_ONCE_S)
+        assert (error.code, error.status) == ("shutting_down", 503)
+    with pytest.raises(RequestFailed) as caught:
+        p.node.submit(named(20, p, room=4))
+    assert (caught.value.code, caught.value.status) == ("shutting_down", 503)
+    p.engine.gate.set()
+    assert tokens(await outputs(at_d)) == expected(asked)
+    assert tokens(await outputs(at_p)) == expected(asked)[:1]
+    await until(lambda: not p.node.busy)
+
+
+async def test_more_requests_than_may_wait_are_a_503(pair: Pair) -> None:
+    p = await pair.prefill(max_queue=2)
+    halves = [p.node.submit(named(20, p, room=room)) for room in range(2)]
+    with pytest.raises(RequestFailed) as caught:
+        p.node.submit(named(20, p, room=2))
+    assert (caught.value.code, caught.value.status) == ("overloaded", 503)
+    for half in halves:
+        half.abort()
+    assert not p.node.submit(named(20, p, room=2)).ended
