@@ -144,6 +144,7 @@ class DecodeRoom:
         self._done: Done | None = None
         self._verifying = False
         self._safe = False
+        self._quiesced_at: float | None = None
         self._peer_gone = False
         self._fence_asked = False
 
@@ -219,14 +220,18 @@ class DecodeRoom:
         return actions
 
     def _on_quiesced(self, now: float) -> list[DecodeAction]:
+        """In a room that goes on, the ``Failed`` before it was lost: it comes again, with the reason."""
         self._safe = True
-        if self.phase in _REMOTE:
-            return self._end(Failure("prefill_ended", "the prefill node ended the room without a reason", 502), now)
+        if self.phase in _REMOTE and self._quiesced_at is None:
+            self._quiesced_at = now
         return self._free_if_safe()
 
     def _on_tick(self, now: float) -> list[DecodeAction]:
         silent_s = now - self._alive
-        if self.phase in _REMOTE or self.phase is DecodePhase.VERIFY:
+        if self._quiesced_at is not None and self.phase in _REMOTE:
+            if now - self._quiesced_at > self._deadlines.resend_cap_s:
+                return self._end(Failure("prefill_ended", "the prefill node ended the room without a reason", 502), now)
+        elif self.phase in _REMOTE or self.phase is DecodePhase.VERIFY:
             name = "commit" if self.phase is DecodePhase.VERIFY else self.phase.value
             limit_s: float = getattr(self._deadlines, f"{name}_s")
             if silent_s > limit_s:

@@ -35,7 +35,7 @@ from server.transfer.prefill_events import (
     Release,
     SenderGone,
 )
-from server.transfer.prefill_room import PrefillPhase, PrefillRoom
+from server.transfer.prefill_room import PrefillPhase, PrefillRoom, failed_message
 from server.transfer.protocol import (
     Abort,
     Committed,
@@ -149,6 +149,20 @@ class TestDecodeRoom:
         room.handle(GivenUp(GONE), 1.1)
         assert room.handle(Quiesced(**IDS), 1.2) == []
         assert kinds(room.handle(Verified(None), 1.3)) == [Free, Forget]
+
+    def test_a_lost_failed_is_waited_for_so_that_the_client_learns_the_reason(self) -> None:
+        room = decode_room()
+        assert room.handle(Quiesced(**IDS), 1.0) == [], "the Failed before it was lost, and comes again"
+        failed = failed_message(RESERVE, Failure("engine_error", "it broke", 500), Writes.SETTLING)
+        assert kinds(room.handle(failed, 1.5)) == [FailClient, Abort, Free, Forget]
+        assert room.failure is not None
+        assert room.failure.reason == "it broke"
+
+    def test_a_room_that_is_quiesced_without_a_reason_ends_all_the_same(self) -> None:
+        room = decode_room()
+        room.handle(Quiesced(**IDS), 1.0)
+        assert not room.handle(Tick(), 1.0 + DEADLINES.resend_cap_s)
+        assert kinds(room.handle(Tick(), 1.1 + DEADLINES.resend_cap_s)) == [FailClient, Abort, Free, Forget]
 
     def test_an_abort_that_is_not_answered_asks_for_a_fence_once(self) -> None:
         room = decode_room()
