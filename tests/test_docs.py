@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import bench
+import fuzz
 import gsm8k
 import knockout
 import pytest
@@ -139,6 +140,7 @@ def test_named_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
         gsm8k.parse_args,
         bench.parse_args,
         knockout.main,
+        fuzz.main,
     )
     helps = "".join(help_of(command, capsys) for command in commands)
     for script in ("setup", "test"):

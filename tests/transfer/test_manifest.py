@@ -35,7 +35,7 @@ def test_rings_items_and_draft_tokens_may_differ() -> None:
 
 
 REFUSED: dict[str, object] = {
-    "protocol_version": 2,
+    "protocol_version": 99,
     "role": "prefill",
     "transport_kind": "mooncake",
     "transport": "rdma",
