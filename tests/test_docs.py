@@ -9,6 +9,7 @@ from pathlib import Path
 
 import bench
 import faults
+import fuzz
 import gsm8k
 import knockout
 import pytest
@@ -145,6 +146,7 @@ def test_named_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
         knockout.main,
         soak.main,
         faults.main,
+        fuzz.main,
     )
     helps = "".join(help_of(command, capsys) for command in commands)
     for script in ("setup", "test"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import deque
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import zmq
@@ -39,6 +41,7 @@ from server.transfer.rooms import Deadlines, Failure, Heartbeat
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 64
+FRAMES_A_TURN = 32
 TICK_S = 0.25
 _SENT_AT_MOST, _RECEIVED_AT_MOST = 10_000, 64
 """Frames of one peer that wait in ZMQ. The second, with the frames' size cap, bounds memory: the peer has to wait."""
@@ -162,8 +165,7 @@ class Bootstrap:
             post(self._socket, frames)
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            frames = await socket.recv_multipart()
+        async for frames in frames_of(socket):
             self._metrics.received()
             try:
                 self._on_frames(frames)
@@ -277,6 +279,17 @@ class Bootstrap:
             self._handler.on_lost(peer, failure)
         except Exception:
             log.exception("losing %s could not be handled", peer)
+
+
+async def frames_of(socket: zmq.asyncio.Socket) -> AsyncIterator[list[bytes]]:
+    """Every message of a socket, for ever. Other tasks get their turn however fast a peer sends.
+
+    ``recv_multipart`` does not let go of the event loop while there are messages.
+    """
+    for n_received in itertools.count(1):
+        yield await socket.recv_multipart()
+        if n_received % FRAMES_A_TURN == 0:
+            await asyncio.sleep(0)
 
 
 def post(socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from server.transfer.auth import Guard
-from server.transfer.bootstrap import post
+from server.transfer.bootstrap import frames_of, post
 from server.transfer.handshake import Finding, Wire, end_wire_events, look_at, wire_events
 from server.transfer.protocol import MAX_SMALL_FRAME_NBYTES
 from server.transfer.rooms import Deadlines
@@ -128,5 +128,5 @@ class Dialer:
                 self.look()
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            self._on_frames(await socket.recv_multipart())
+        async for frames in frames_of(socket):
+            self._on_frames(frames)

@@ -28,6 +28,7 @@ from server.transfer.protocol import (
     VersionMismatch,
     decode,
 )
+from server.transfer.quiet import Quiet
 from server.transfer.rooms import Deadlines, Failure, Heartbeat, Resend
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class PeerLink:
         self._why_lost = ""
         self._back_by = 0.0
         self._heard = float("-inf")
+        self._quiet = Quiet(log)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -292,7 +294,7 @@ class PeerLink:
 
     def _refuse(self, field: str, reason: str) -> None:
         if not self.registered and self.reason != reason:
-            log.warning("%s", reason)
+            self._quiet.warning("refused", reason)
             self._metrics.refused(refusal_label(field))
             self.state, self.reason, self.refused_field, self._back_by = PeerState.REFUSED, reason, field, 0.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ import zmq.asyncio
 
 from server.engine.request import RequestFailed
 from server.transfer.auth import Guard, PeerKeys
+from server.transfer.bootstrap import FRAMES_A_TURN
 from server.transfer.protocol import Refused, Register, decode, encode
 from tests.nodes.support import FAST, IDENTITY, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.transfer.support import make_manifest
@@ -231,3 +233,25 @@ async def test_names_that_a_peer_made_up_are_no_labels_of_the_metrics(pair: Pair
         stranger.close(0)
         context.term()
     assert p.metric("pd_peer_refusals_total", field="other") == 2
+
+
+async def test_a_peer_that_sends_without_end_does_not_keep_the_node_from_its_other_work(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = await pair.prefill()
+    bootstrap = p.node._bootstrap
+    bursts = [0]
+    monkeypatch.setattr(bootstrap, "_on_frames", lambda frames: bursts.__setitem__(-1, bursts[-1] + 1))
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(f"tcp://127.0.0.1:{p.node.bootstrap_port}")
+        socket.send(b"first")
+        await until(lambda: sum(bursts) == 1, 5.0, "the connection stands")
+        bursts.append(0)
+        for _ in range(400):
+            socket.send(b"x" * 100)
+        threading.Event().wait(0.1)  # without the event loop, so that the frames pile up
+        while sum(bursts) < 401:
+            await asyncio.sleep(0)
+            bursts.append(0)
+    assert max(bursts) <= FRAMES_A_TURN

@@ -1,0 +1,32 @@
+"""Requests drawn from the server's own OpenAPI: none is a server's error, and every answer is one that it declares."""
+
+from __future__ import annotations
+
+import schemathesis
+from fastapi import FastAPI
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+def test_every_answer_to_a_drawn_request_is_declared(app: FastAPI) -> None:
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert {"/v1/completions", "/v1/chat/completions", "/health"} <= {operation.path for operation in operations}
+    for operation in operations:
+        wrong = [GenerationMode.NEGATIVE] if operation.method.upper() == "POST" else []
+        for mode in (GenerationMode.POSITIVE, *wrong):
+
+            @given(case=operation.as_strategy(generation_mode=mode))
+            @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+            def check(case: schemathesis.Case) -> None:
+                case.call_and_validate(checks=CHECKS)
+
+            check()
