@@ -15,6 +15,8 @@ from faults_stage import Stage, expect, question
 from rogue_peer import deaf_port, rogue_peer
 from soak_client import End, Outcome
 
+from server.transfer.protocol import seal
+
 Seen = list[str]
 LONG = 700
 KNOWN_S = 5.0
@@ -44,17 +46,13 @@ async def exceptions_in_workers(stage: Stage) -> Seen:
         ("decode", "Ping"),
     ):
         stage.arm(**{role: [f"corrupt-message:{message}:1"]})
-        asked = question(100, 21)
-        outcome = await stage.ask(asked)
-        if outcome.end is End.ANSWERED:
-            await stage.compare(asked, outcome)
+        await stage.right(question(100, 21))
         stage.arm()
         await stage.right(question(100, 22))
-        said = "the answer is right" if outcome.end is End.ANSWERED else f"only that room fails: {outcome}"
-        seen.append(f"a corrupt {message}: {said}")
+        seen.append(f"a corrupt {message}: sent again, the answer is right")
     dropped = await _dropped(stage) - before
-    expect(dropped >= 1, "no frame was counted as dropped")
-    return [*seen, f"{dropped:g} of the five frames could not be decoded and were counted; the rest is right each time"]
+    expect(dropped >= len(seen), f"{dropped:g} of {len(seen)} frames were counted as dropped")
+    return [*seen, f"{dropped:g} frames were counted as dropped"]
 
 
 async def deadline_while_transferring(stage: Stage) -> Seen:
@@ -225,7 +223,7 @@ async def pickle_on_the_port(stage: Stage) -> Seen:
         payload = pickle.dumps(_Trap(str(trap)))
         dealer.setsockopt(zmq.LINGER, 1000)
         dealer.connect(f"tcp://{stage.bootstrap}")
-        for frames in ([payload], [b"PD\x01" + payload], [b"PD\x02" + payload], [payload, payload]):
+        for frames in ([payload], [b"PD\x01" + payload], [seal(payload)], [payload, payload]):
             dealer.send_multipart(frames)
 
         async def counted() -> bool:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,10 @@ def running_pair(*more_prefill: str) -> Iterator[tuple[Pair, Node, Node, str]]:
             pair.stop()
 
 
+def is_well(node: Node) -> bool:
+    return node.is_ok("/health") and node.is_ok("/ready")
+
+
 def judge(pair: Pair, nodes: Sequence[Node], witness: Witness, report: dict[str, Any]) -> list[str]:
     """What is wrong with the pair now that the noise is over; fills in ``report``."""
     mistakes = []
@@ -122,7 +127,7 @@ def judge(pair: Pair, nodes: Sequence[Node], witness: Witness, report: dict[str,
     if not wait(lambda: all(node.is_idle() for node in nodes), SETTLE_S, pair):
         mistakes.append("slots or pages are still held")
     for node in nodes:
-        if not (node.is_ok("/health") and node.is_ok("/ready")):
+        if not wait(partial(is_well, node), SETTLE_S, pair):  # false peers are forgotten only when they fall silent
             mistakes.append(f"the {node.role} node is not well")
         grown = resident_mib(node.pid) - node.resident_mib
         report[node.role] = {

@@ -12,9 +12,18 @@ from typing import Any
 import msgspec
 
 from server.transfer.manifest import PROTOCOL_VERSION
-from server.transfer.protocol import MAX_SMALL_FRAME_NBYTES, AnyMessage, ProtocolError, Reserve, decode, encode
+from server.transfer.protocol import (
+    HEADER_NBYTES,
+    MAX_SMALL_FRAME_NBYTES,
+    AnyMessage,
+    ProtocolError,
+    Reserve,
+    RoomRequest,
+    decode,
+    encode,
+    seal,
+)
 
-HEADER_NBYTES = 3
 UNDERSTOOD, RAGGED = "understood", "ragged"
 """Fates of a frame that is a message, whose meaning is the node's business. ``RAGGED``: a ``Reserve`` with a prompt
 that is no whole number of ids is dropped as malformed as well, but only from a registered peer.
@@ -60,8 +69,8 @@ def fate_of(parts: Parts) -> str:
         message = decode(parts[0])
     except ProtocolError as error:
         return error.kind
-    is_ragged = isinstance(message, Reserve) and len(message.request.prompt) % 4
-    return RAGGED if is_ragged else UNDERSTOOD
+    request = message.request if isinstance(message, Reserve) else None
+    return RAGGED if isinstance(request, RoomRequest) and len(request.prompt) % 4 else UNDERSTOOD
 
 
 class FrameFuzzer:
@@ -83,7 +92,7 @@ class FrameFuzzer:
             self._other_parts: 4,
             self._again: 8,
             self._deep: 0.2,
-            self._large: 0.1,
+            self._large: 0.3,
         }
 
     def draw(self) -> Parts:
@@ -96,27 +105,31 @@ class FrameFuzzer:
     def _real(self) -> bytes:
         return self._rng.choice(self._frames)
 
+    def _damaged(self, frame: bytes) -> Parts:
+        """A damaged frame, most often with the digest that it would have if it had been made so."""
+        return (seal(frame[HEADER_NBYTES:]) if self._rng.random() < 0.8 else frame,)
+
     def _noise(self) -> Parts:
         data = self._rng.randbytes(self._rng.choice((0, 1, 2, 3, 4, 10, 100, 300, 2000)))
-        return (self._rng.choice((data, b"PD" + bytes((PROTOCOL_VERSION,)) + data)),)
+        return (self._rng.choice((data, seal(data))),)
 
     def _bits(self) -> Parts:
         data = bytearray(self._real())
         for _ in range(self._rng.randint(1, 4)):
             data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
-        return (bytes(data),)
+        return self._damaged(bytes(data))
 
     def _cut(self) -> Parts:
         data = self._real()
-        return (data[: self._rng.randrange(len(data))],)
+        return self._damaged(data[: self._rng.randrange(len(data))])
 
     def _inserted(self) -> Parts:
-        data, at = self._real(), self._rng.randrange(HEADER_NBYTES, 40)
-        return (data[:at] + self._rng.randbytes(self._rng.randint(1, 20)) + data[at:],)
+        data, at = self._real(), self._rng.randrange(HEADER_NBYTES, HEADER_NBYTES + 40)
+        return self._damaged(data[:at] + self._rng.randbytes(self._rng.randint(1, 20)) + data[at:])
 
     def _spliced(self) -> Parts:
         first, second = self._real(), self._real()
-        return (first[: self._rng.randrange(len(first))] + second[self._rng.randrange(len(second)) :],)
+        return self._damaged(first[: self._rng.randrange(len(first))] + second[self._rng.randrange(len(second)) :])
 
     def _other_value(self) -> Parts:
         """One field, at any depth, with another value, missing, or one too many."""
@@ -135,15 +148,15 @@ class FrameFuzzer:
             del place[key]
         else:
             place[self._rng.choice(("extra", "", "type "))] = self._rng.choice(_VALUES)
-        return (b"PD" + bytes((PROTOCOL_VERSION,)) + msgspec.msgpack.encode(content),)
+        return (seal(msgspec.msgpack.encode(content)),)
 
     def _other_version(self) -> Parts:
         version = self._rng.choice([v for v in range(256) if v != PROTOCOL_VERSION])
-        return (b"PD" + bytes((version,)) + self._real()[HEADER_NBYTES:],)
+        return (b"PD" + bytes((version,)) + self._real()[3:],)
 
     def _huge_length(self) -> Parts:
-        data, at = self._real(), self._rng.randrange(HEADER_NBYTES, 60)
-        return (data[:at] + self._rng.choice(_LENGTHS) + data[at:],)
+        data, at = self._real(), self._rng.randrange(HEADER_NBYTES, HEADER_NBYTES + 60)
+        return self._damaged(data[:at] + self._rng.choice(_LENGTHS) + data[at:])
 
     def _other_parts(self) -> Parts:
         return tuple(self._rng.choice((b"", b"x", self._real())) for _ in range(self._rng.choice((2, 3, 8, 50))))
@@ -154,9 +167,15 @@ class FrameFuzzer:
 
     def _deep(self) -> Parts:
         nested = self._rng.choice((b"\x91", b"\x81\xa1x")) * self._rng.choice((500, 50_000))
-        return (b"PD" + bytes((PROTOCOL_VERSION,)) + nested + b"\xc0",)
+        return (seal(nested + b"\xc0"),)
 
     def _large(self) -> Parts:
+        """Far too many bytes: in a field that nobody knows, or in a manifest that would be read."""
         nbytes = self._rng.choice((MAX_SMALL_FRAME_NBYTES - 100, MAX_SMALL_FRAME_NBYTES + 1, 1 << 20))
-        content = {"type": "Quiesced", "pad": b"\0" * nbytes}
-        return (b"PD" + bytes((PROTOCOL_VERSION,)) + msgspec.msgpack.encode(content),)
+        contents = [msgspec.msgpack.decode(frame[HEADER_NBYTES:]) for frame in self._frames]
+        manifests = [content for content in contents if "manifest" in content]
+        content = self._rng.choice([{"type": "Quiesced", "pad": b"\0" * nbytes}, *manifests])
+        if "manifest" in content:
+            components = content["manifest"]["components"]
+            content["manifest"]["components"] = [{**components[0], "layer_ids": [1 << 40] * 600}] * 64
+        return (seal(msgspec.msgpack.encode(content)),)

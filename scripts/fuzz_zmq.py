@@ -50,7 +50,7 @@ class Account:
             return after.get(name, 0.0) - before.get(name, 0.0)
 
         found = []
-        for kind in ("garbage", "malformed", "version", "oversize"):
+        for kind in ("garbage", "corrupt", "malformed", "version", "oversize"):
             counted = grown(f"pd_control_frames_dropped_total{{reason={kind}}}")
             doubtful = self.sent[RAGGED] if kind == "malformed" else 0
             if not self.sent[kind] <= counted <= self.sent[kind] + doubtful:

@@ -18,7 +18,7 @@ from soak_plan import Event, Kind
 
 from server.cache.layout import PROBE_NBYTES
 from server.transfer.engines.mooncake import describe_segment
-from server.transfer.protocol import Ping, encode
+from server.transfer.protocol import HEADER_NBYTES, Ping, encode, seal
 
 TERMINATE_S = 60.0
 """For an orderly end, the running answers included."""
@@ -122,8 +122,9 @@ def _zmq_garbage(address: str, rng: random.Random) -> None:
 _FRAMES: tuple[Callable[[random.Random, bytes], list[bytes]], ...] = (
     lambda rng, frame: [rng.randbytes(rng.randint(0, 300))],
     lambda rng, frame: [frame[: rng.randrange(len(frame))]],
-    lambda rng, frame: [frame[:3] + rng.randbytes(rng.randint(0, 300))],
+    lambda rng, frame: [seal(rng.randbytes(rng.randint(0, 300)))],
     lambda rng, frame: [_flip(rng, frame)],
+    lambda rng, frame: [seal(_flip(rng, frame[HEADER_NBYTES:]))],
     lambda rng, frame: [frame[:2] + rng.randbytes(1) + frame[3:]],
     lambda rng, frame: [frame] * rng.randint(2, 5),
     lambda rng, frame: [frame],

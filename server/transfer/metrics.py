@@ -44,7 +44,7 @@ class NodeMetrics:
         self._peers = Gauge("pd_peers", "Peers with a valid registration.", registry=registry)
         self._dropped = Counter(
             "pd_control_frames_dropped",
-            "Control frames that were not obeyed, by why (garbage, malformed, oversize, version, stale, ...).",
+            "Control frames that were not obeyed, by why (garbage, corrupt, malformed, oversize, version, ...).",
             ["reason"],
             registry=registry,
         )

@@ -1,6 +1,7 @@
 """The PD control protocol: one struct per message, msgpack on the wire, and the only encoder and decoder.
 
-A frame is ``b"PD" + version byte + msgpack map``; the map's ``type`` names the message. Unknown types and fields, wrong
+A frame is ``b"PD" + version byte + xxh3_64 of the rest (little-endian) + msgpack map``; the map's ``type`` names the
+message. A frame whose digest is wrong is dropped like a lost one. Unknown types and fields, wrong
 types and values out of range are refused, as are frames over the size caps. Nothing is ever unpickled.
 """
 
@@ -12,6 +13,7 @@ from typing import Annotated, TypedDict
 
 import msgspec
 import numpy as np
+import xxhash
 from msgspec import Meta
 
 from server.transfer.manifest import PROTOCOL_VERSION, Count, Incarnation, Manifest, Name, ShortText
@@ -25,7 +27,8 @@ PROBE_BLOCK_NBYTES = 1024
 """Bytes that one readiness probe writes."""
 
 _MAGIC = b"PD"
-_HEADER_NBYTES = 3
+_PREFIX = _MAGIC + bytes((PROTOCOL_VERSION,))
+HEADER_NBYTES = len(_PREFIX) + 8
 
 RoomId = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
 Reason = Annotated[str, Meta(max_length=1000)]
@@ -299,9 +302,14 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
+def seal(content: bytes) -> bytes:
+    """``content``, a msgpack map, as a frame."""
+    return _PREFIX + xxhash.xxh3_64(content).intdigest().to_bytes(8, "little") + content
+
+
 def encode(message: AnyMessage) -> bytes:
     """A message as one frame. Raises :class:`ProtocolError` (``oversize``) if it is over its cap."""
-    frame = _MAGIC + bytes((PROTOCOL_VERSION,)) + _encoder.encode(message)
+    frame = seal(_encoder.encode(message))
     cap = MAX_FRAME_NBYTES if isinstance(message, Reserve) else MAX_SMALL_FRAME_NBYTES
     if len(frame) > cap:
         raise ProtocolError("oversize", f"{type(message).__name__} of {len(frame)} bytes is over the cap of {cap}")
@@ -311,16 +319,19 @@ def encode(message: AnyMessage) -> bytes:
 def decode(frame: bytes) -> AnyMessage:
     """One frame as a message.
 
-    Raises :class:`ProtocolError`: kinds ``oversize``, ``garbage``, ``version``, ``malformed``.
+    Raises :class:`ProtocolError`: kinds ``oversize``, ``garbage``, ``version``, ``corrupt``, ``malformed``.
     """
     if len(frame) > MAX_FRAME_NBYTES:
         raise ProtocolError("oversize", f"a frame of {len(frame)} bytes is over the cap of {MAX_FRAME_NBYTES}")
-    if len(frame) <= _HEADER_NBYTES or frame[:2] != _MAGIC:
+    if len(frame) < len(_PREFIX) or frame[: len(_MAGIC)] != _MAGIC:
         raise ProtocolError("garbage", f"a frame of {len(frame)} bytes does not start with {_MAGIC!r}")
     if frame[2] != PROTOCOL_VERSION:
         raise VersionMismatch(frame[2])
+    content = memoryview(frame)[HEADER_NBYTES:]
+    if xxhash.xxh3_64(content).intdigest() != int.from_bytes(frame[len(_PREFIX) : HEADER_NBYTES], "little"):
+        raise ProtocolError("corrupt", f"the content of a frame of {len(frame)} bytes does not have its digest")
     try:
-        message: AnyMessage = _decoder.decode(memoryview(frame)[_HEADER_NBYTES:])
+        message: AnyMessage = _decoder.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError("malformed", f"a frame of {len(frame)} bytes is no message: {error}") from error
     if len(frame) > MAX_SMALL_FRAME_NBYTES and not isinstance(message, Reserve):

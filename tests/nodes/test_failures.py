@@ -16,10 +16,10 @@ from server.decode import receiver
 from server.engine.events import Died
 from server.engine.request import FinishReason, RequestFailed
 from server.transfer.engines.loopback import Fault, LoopbackEngine, Submission
-from server.transfer.protocol import Committed, encode
+from server.transfer.protocol import Committed, encode, seal
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.transfer.support import make_geometry
-from tests.transfer.test_protocol import HEAD, reserve
+from tests.transfer.test_protocol import reserve
 
 COMPONENTS = [spec.name for spec in make_geometry().components]
 
@@ -305,13 +305,14 @@ async def test_garbage_on_the_control_port_is_counted_and_dropped(pair: Pair) ->
     socket.connect(f"tcp://127.0.0.1:{p.node.bootstrap_port}")
     for _ in range(50):
         await socket.send(os.urandom(100))
-        await socket.send(HEAD + os.urandom(100))
+        await socket.send(seal(os.urandom(100)))
+        await socket.send(seal(os.urandom(100))[:-1])
         await socket.send_multipart([b"", b"a", b"b"])
     await socket.send(encode(reserve()))
     await socket.send(b"PD\x09hello")
-    await socket.send(HEAD + bytes(1 << 20))
+    await socket.send(seal(bytes(1 << 20)))
     assert b"protocol_version" in await socket.recv()
-    names = ("garbage", "malformed", "stale", "version")
+    names = ("garbage", "corrupt", "malformed", "stale", "version")
     await until(lambda: all(p.metric("pd_control_frames_dropped_total", reason=name) > 0 for name in names))
     socket.close(0)
     context.term()

@@ -27,7 +27,7 @@ def test_the_same_seed_draws_the_same_frames() -> None:
 
 def test_every_fate_occurs_and_most_frames_are_wrong() -> None:
     fates = Counter(fate_of(parts) for parts in drawn(1))
-    assert {"garbage", "malformed", "version", "oversize", UNDERSTOOD} <= set(fates)
+    assert {"garbage", "corrupt", "malformed", "version", "oversize", UNDERSTOOD} <= set(fates)
     assert fates[UNDERSTOOD] < 0.2 * fates.total()
 
 

@@ -14,6 +14,7 @@ from server.engine.request import SamplingParams
 from server.transfer import protocol
 from server.transfer.manifest import PROTOCOL_VERSION
 from server.transfer.protocol import (
+    HEADER_NBYTES,
     MAX_FRAME_NBYTES,
     MAX_ROOM,
     MAX_SMALL_FRAME_NBYTES,
@@ -36,12 +37,12 @@ from server.transfer.protocol import (
     decode,
     encode,
     pack_tokens,
+    seal,
     unpack_tokens,
 )
 from tests.transfer.support import make_manifest
 
 IDS = {"prefill": "a" * 32, "decode": "b" * 32, "room": MAX_ROOM, "epoch": 7}
-HEAD = b"PD" + bytes((PROTOCOL_VERSION,))
 SAMPLING = Sampling(4, 0, 0.5, 0.9, 3, -5, ("stop",), (1, 2), False, None)
 
 
@@ -70,12 +71,13 @@ MESSAGES: list[AnyMessage] = [
 
 def raw(message: AnyMessage) -> dict[str, object]:
     """A message as the map that is on the wire."""
-    found: dict[str, object] = msgspec.msgpack.decode(encode(message)[3:])
+    found: dict[str, object] = msgspec.msgpack.decode(encode(message)[HEADER_NBYTES:])
     return found
 
 
 def frame(content: object, version: int = PROTOCOL_VERSION) -> bytes:
-    return b"PD" + bytes((version,)) + msgspec.msgpack.encode(content)
+    sealed = seal(msgspec.msgpack.encode(content))
+    return sealed[:2] + bytes((version,)) + sealed[3:]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
@@ -144,6 +146,17 @@ def test_a_sampling_parameter_that_is_no_number_is_refused(name: str) -> None:
         decode(frame(content))
 
 
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_a_flipped_bit_anywhere_behind_the_version_is_noticed(message: AnyMessage) -> None:
+    whole = encode(message)
+    for place in range(3, len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        with pytest.raises(ProtocolError) as caught:
+            decode(bytes(damaged))
+        assert caught.value.kind == "corrupt"
+
+
 def test_another_version_is_told_apart_from_garbage() -> None:
     with pytest.raises(VersionMismatch) as caught:
         decode(frame({"type": "Hello"}, version=PROTOCOL_VERSION + 1))
@@ -168,7 +181,7 @@ def test_frames_over_their_cap_are_refused_on_both_sides() -> None:
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused(data: bytes) -> None:
-    for content in (data, HEAD + data):
+    for content in (data, seal(data)):
         with pytest.raises(ProtocolError):
             decode(content)
 
@@ -187,7 +200,7 @@ def test_a_damaged_message_is_refused_or_another_valid_message() -> None:
 
 def test_deep_nesting_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        decode(HEAD + b"\x91" * 100_000 + b"\xc0")
+        decode(seal(b"\x91" * 100_000 + b"\xc0"))
 
 
 def test_token_ids_are_little_endian_int32() -> None:
