@@ -111,7 +111,7 @@ def check(report: soak.Report) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_small_soak_finds_nothing(tmp_path: Path) -> None:
-    plan = of_kinds(make_plan(1, 200), Kind.KILL, Kind.BAD_ADDRESS, Kind.FLOOD)
+    plan = of_kinds(make_plan(1, 200), Kind.KILL, Kind.BAD_ADDRESS, Kind.FAILED_WRITES, Kind.LOST_MESSAGES)
     report = run(plan, tmp_path)
     check(report)
     assert max(report.lives.values()) == 2
