@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from faults_pair import FaultFiles
 from process_pair import free_ports
 from quickstart import HOST
 from rogue_peer import deaf_port
@@ -57,12 +56,12 @@ class Stage:
     decode: Node
     oracle: Node
     bootstrap: str
-    faults: FaultFiles
     logs: Path
 
     def arm(self, *, prefill: Iterable[str] = (), decode: Iterable[str] = ()) -> None:
         """The faults of both nodes from now on; none without arguments."""
-        self.faults.arm(prefill=list(prefill), decode=list(decode))
+        self.prefill.arm(*prefill)
+        self.decode.arm(*decode)
 
     async def calm(self) -> None:
         """No fault, both nodes serving, nothing held. Raises :class:`SoakFailed` if that does not come."""
@@ -167,20 +166,17 @@ class Stage:
 @asynccontextmanager
 async def stage(logs: Path) -> AsyncIterator[Stage]:
     """Starts everything and waits until it serves. Raises :class:`SoakFailed` if it does not."""
-    files = FaultFiles(logs)
-    files.arm()
-    prefill = (*PREFILL_OPTIONS, "--fault", f"@{files.path('prefill')}")
-    decode = (*DECODE_OPTIONS, "--fault", f"@{files.path('decode')}")
-    async with deaf_port() as deaf:
-        options = (prefill, (*decode, "--prefill", deaf))
-        async with running(0, 1, logs, *options) as (nodes, oracle):
-            (node,), (bootstrap,) = nodes.prefills, nodes.bootstraps
-            made = Stage(node, nodes.decode, oracle, bootstrap, files, logs)
-            await made.calm()
-            left, _ = await until(lambda: _no_health(oracle), READY_S)
-            if left:
-                raise SoakFailed(f"the process that computes alone does not start: {left}")
-            yield made
+    async with (
+        deaf_port() as deaf,
+        running(0, 1, logs, PREFILL_OPTIONS, (*DECODE_OPTIONS, "--prefill", deaf)) as (nodes, oracle),
+    ):
+        (node,), (bootstrap,) = nodes.prefills, nodes.bootstraps
+        made = Stage(node, nodes.decode, oracle, bootstrap, logs)
+        await made.calm()
+        left, _ = await until(lambda: _no_health(oracle), READY_S)
+        if left:
+            raise SoakFailed(f"the process that computes alone does not start: {left}")
+        yield made
 
 
 async def _no_health(node: Node) -> str:

@@ -144,6 +144,7 @@ class Soak:
     async def _heal(self, episode: Episode | None) -> None:
         """Waits until the nodes serve again and hold nothing, and compares what the system has given them."""
         for node in self._nodes.nodes:
+            node.arm()
             if not node.running:
                 self._find(episode, None, f"{node.name} ended by itself; see {node.logs[-1]}")
                 node.start()

@@ -18,6 +18,7 @@ from soak_plan import Event, Kind
 
 from server.cache.layout import PROBE_NBYTES
 from server.transfer.engines.mooncake import describe_segment
+from server.transfer.faults import DECODE, MESSAGE_TYPES, MESSAGES, PREFILL, FaultKind
 from server.transfer.protocol import HEADER_NBYTES, Ping, encode, seal
 
 TERMINATE_S = 60.0
@@ -52,11 +53,28 @@ async def disturb(event: Event, field: Field) -> str | None:
             await asyncio.to_thread(_zmq_garbage, field.bootstrap(node.name), rng)
         case Kind.HTTP_GARBAGE:
             await asyncio.to_thread(_http_garbage, node.url.removeprefix("http://"), rng)
+        case Kind.FAILED_WRITES:
+            node.arm(*rng.choice(_WRITES))
+        case Kind.LOST_MESSAGES:
+            node.arm(*_message_faults(PREFILL if node in field.prefills else DECODE, rng))
         case Kind.FLOOD:
             return await _flood(field)
         case Kind.BAD_ADDRESS | Kind.VANISHING_PEER | Kind.SILENT_PEER:
             return await _rogue(event.kind, field.bootstrap(node.name), rng)
     return None
+
+
+_WRITES = (["fail-writes:1"], ["fail-writes:swa:1"], ["late-writes:0.5:1"], ["delay-writes:1.5:2"], ["late-writes:2:2"])
+
+
+def _message_faults(role: str, rng: random.Random) -> list[str]:
+    """A few messages of random types. Of the pings only one: three in a row are a lost peer."""
+    kinds = sorted(MESSAGES - {FaultKind.CORRUPT_MESSAGE})
+    faults = []
+    for name in rng.sample(MESSAGE_TYPES[role], 4):
+        count = 1 if name in ("Ping", "Pong") else rng.randint(1, 3)
+        faults.append(f"{rng.choice(kinds)}:{name}:{count}")
+    return faults
 
 
 async def _rogue(kind: Kind, bootstrap: str, rng: random.Random) -> str | None:

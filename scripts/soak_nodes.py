@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -63,13 +64,23 @@ class Node:
         self.lives = 0
         self.baseline: Resources | None = None
         self.frozen = False
-        self._command = [str(BIN / command[0]), *command[1:], "--host", HOST, "--port", str(port)]
+        self._faults = logs / f"{name}.faults"
+        own = ["--host", HOST, "--port", str(port), "--fault", f"@{self._faults}"]
+        self._command = [str(BIN / command[0]), *command[1:], *own]
         self._logs = logs
         self._process = Process(name, self._command, logs / f"{name}.log")
 
     def command_with(self, *options: str) -> list[str]:
         """The node's command line with further options."""
         return [*self._command, *options]
+
+    def arm(self, *faults: str) -> None:
+        """The node's injected faults from now on, none without arguments. It reads them again for every room and
+        message, so the file is put in place whole.
+        """
+        new = self._faults.with_suffix(".new")
+        new.write_text("\n".join(faults), encoding="utf-8")
+        os.replace(new, self._faults)
 
     def start(self) -> None:
         """A new life; returns at once."""

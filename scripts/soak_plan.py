@@ -45,6 +45,10 @@ class Kind(enum.StrEnum):
     """A decode node registers whose memory cannot be written."""
     VANISHING_PEER = "vanishing_peer"
     """A decode node registers, reserves and is gone."""
+    FAILED_WRITES = "failed_writes"
+    """The transport of P refuses writes, or reports them lost and writes them later, or holds them back."""
+    LOST_MESSAGES = "lost_messages"
+    """Control messages of a node are lost, sent twice, or sent out of order."""
     SILENT_PEER = "silent_peer"
     """A decode node registers whose Mooncake port takes connections and answers nothing."""
 
@@ -59,9 +63,12 @@ HARMLESS = frozenset(
         Kind.BAD_ADDRESS,
         Kind.VANISHING_PEER,
         Kind.SILENT_PEER,
+        Kind.LOST_MESSAGES,
     }
 )
 """Beside these every right request must be answered."""
+_OF_PREFILL = (Kind.ZMQ_GARBAGE, Kind.BAD_ADDRESS, Kind.VANISHING_PEER, Kind.SILENT_PEER, Kind.FAILED_WRITES)
+"""Only a prefill node has the port, or the writes, for them."""
 DECK = (*Kind, Kind.KILL, Kind.KILL, Kind.TERMINATE, Kind.FREEZE_LONG)
 
 
@@ -159,8 +166,8 @@ def _events(rng: random.Random, prefill_nodes: int) -> Iterator[Event]:
         mortal = ["decode"] if survivor == "prefill" else prefills
         for kind in rng.sample(DECK, len(DECK)):
             anybody = mortal if kind in (Kind.KILL, Kind.TERMINATE) else ["decode", *prefills]
-            if kind in (Kind.ZMQ_GARBAGE, Kind.BAD_ADDRESS, Kind.VANISHING_PEER, Kind.SILENT_PEER):
-                anybody = prefills  # only they have the port for it
+            if kind in _OF_PREFILL:
+                anybody = prefills
             if kind is Kind.FLOOD:
                 anybody = ["decode"]
             for_s = rng.uniform(0.5, 1.5) if kind is Kind.FREEZE_SHORT else rng.uniform(4.5, 6.0)

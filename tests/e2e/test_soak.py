@@ -111,7 +111,7 @@ def check(report: soak.Report) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_small_soak_finds_nothing(tmp_path: Path) -> None:
-    plan = of_kinds(make_plan(1, 200), Kind.KILL, Kind.BAD_ADDRESS, Kind.FLOOD)
+    plan = of_kinds(make_plan(1, 200), Kind.KILL, Kind.FAILED_WRITES, Kind.LOST_MESSAGES)
     report = run(plan, tmp_path)
     check(report)
     assert max(report.lives.values()) == 2
@@ -124,6 +124,7 @@ def test_a_soak_of_two_hundred_rooms_finds_nothing(seed: int, prefill_nodes: int
     check(run(make_plan(seed, 200, prefill_nodes=prefill_nodes), tmp_path))
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_pair_that_answers_wrongly_is_found_out(tmp_path: Path) -> None:
     """Zeros instead of the sliding window, and nobody looks: the tokens tell."""

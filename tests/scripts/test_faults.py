@@ -61,7 +61,7 @@ async def test_detectors_fire_and_a_silent_one_is_told(pair: Stage, capsys: pyte
         assert await faults.played(find(name), pair, console), capsys.readouterr().out
     assert f"{QUICK[0]} detected" in capsys.readouterr().out
     with pytest.raises(Silent, match="HTTP 200"):
-        await pair.refused("drop:swa", "digest", "swa", 18, "unchecked")
+        await pair.refused("zero:swa", "digest", "swa", 18, "unchecked")
 
 
 @pytest.mark.full
