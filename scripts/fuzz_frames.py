@@ -12,7 +12,15 @@ from typing import Any
 import msgspec
 
 from server.transfer.manifest import PROTOCOL_VERSION
-from server.transfer.protocol import MAX_SMALL_FRAME_NBYTES, AnyMessage, ProtocolError, Reserve, decode, encode
+from server.transfer.protocol import (
+    MAX_SMALL_FRAME_NBYTES,
+    AnyMessage,
+    ProtocolError,
+    Reserve,
+    RoomRequest,
+    decode,
+    encode,
+)
 
 HEADER_NBYTES = 3
 UNDERSTOOD, RAGGED = "understood", "ragged"
@@ -60,7 +68,9 @@ def fate_of(parts: Parts) -> str:
         message = decode(parts[0])
     except ProtocolError as error:
         return error.kind
-    is_ragged = isinstance(message, Reserve) and len(message.request.prompt) % 4
+    is_ragged = (
+        isinstance(message, Reserve) and isinstance(message.request, RoomRequest) and len(message.request.prompt) % 4
+    )
     return RAGGED if is_ragged else UNDERSTOOD
 
 
