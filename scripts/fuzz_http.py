@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+CHECKS = "server_error_is_of_a_named_peer,status_code_conformance,content_type_conformance,response_schema_conformance"
 REQUEST_TIMEOUT_S = 60
 N_FUZZED_OPERATIONS = 3
 """Operations with something to vary: two kinds of completions, and one model by its name."""
