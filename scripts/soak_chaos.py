@@ -69,7 +69,7 @@ _WRITES = (["fail-writes:1"], ["fail-writes:swa:1"], ["late-writes:0.5:1"], ["de
 
 def _message_faults(role: str, rng: random.Random) -> list[str]:
     """A few messages of random types. Of the pings only one: three in a row are a lost peer."""
-    kinds = sorted(MESSAGES - {FaultKind.CORRUPT_MESSAGE})
+    kinds = sorted(MESSAGES)
     faults = []
     for name in rng.sample(MESSAGE_TYPES[role], 4):
         count = 1 if name in ("Ping", "Pong") else rng.randint(1, 3)
