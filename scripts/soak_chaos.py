@@ -18,7 +18,7 @@ from soak_plan import Event, Kind
 
 from server.cache.layout import PROBE_NBYTES
 from server.transfer.engines.mooncake import describe_segment
-from server.transfer.faults import DECODE, MESSAGE_TYPES, MESSAGES, PREFILL, FaultKind
+from server.transfer.faults import DECODE, MESSAGE_TYPES, MESSAGES, PREFILL
 from server.transfer.protocol import HEADER_NBYTES, Ping, encode, seal
 
 TERMINATE_S = 60.0

@@ -314,4 +314,5 @@ class RequestDesk:
             self.receiver.tick()
             self.queue.fail_hopeless(self.receiver.peers)
         self.queue.tick(self._settings.deadlines.admission_s)
+        self._admit()
         self.quarantine.warn(time.monotonic())

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 
 from server.cache.arena import Arena
-from server.transfer.engines.base import RegistrationFailed, TransferEngine, open_registered
+from server.transfer.engines.base import RegistrationFailed, TransferEngine, TransferError, open_registered
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,12 @@ class TransportSessions:
         log.info("fenced the transport session of prefill %s", address)
 
     async def close(self) -> None:
+        """Fences every peer. One that cannot be fenced is told and left to the end of the process."""
         for address in list(self._engines):
-            await self.fence(address)
+            try:
+                await self.fence(address)
+            except TransferError:
+                log.exception("the transport session of prefill %s could not be closed", address)
 
     def _open(self) -> TransferEngine:
         return open_registered(self._make_engine, self._arena.ptr, self._arena.nbytes)

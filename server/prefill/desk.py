@@ -134,6 +134,7 @@ class RoomDesk:
         for work in list(self.works.values()):
             self.step(work, Tick())
         self.pairing.tick()
+        self._admit()
 
     def submit(self, request: GenerationRequest) -> NodeGeneration:
         """Takes a request over HTTP, in a room that a router named.
@@ -212,7 +213,7 @@ class RoomDesk:
         self._queue_moved()
 
     def _queue_moved(self) -> None:
-        for work in self.queue:
+        for work in list(self.queue):
             self.step(work, QueueMoved())
 
     def _rooms_of(self, target: PeerSender) -> list[RoomWork]:
@@ -288,6 +289,8 @@ class RoomDesk:
     def _forget(self, work: RoomWork, action: Forget) -> None:
         room = work.room
         del self.works[room.key]
+        if work in self.queue:
+            self.queue.remove(work)
         self._faults.ended(room.key)
         self._metrics.room_ended(action.outcome, action.reason)
         for phase, seconds in room.phase_s.items():

@@ -67,7 +67,10 @@ class PeerSender:
 
 
 class ProbeWriter:
-    """Answers probes: writes a random block through the real sender, one at a time per lane of the probe region."""
+    """Answers probes: writes a random block through the real sender, one at a time per lane of the probe region.
+
+    A probe that comes again while it is under way has one answer.
+    """
 
     def __init__(self, arena: Arena, deadline_s: float, answer: Callable[[DecodePeer, ProbeDone], None]) -> None:
         self._arena = arena
@@ -77,13 +80,15 @@ class ProbeWriter:
         self._running: dict[ProbeKey, tuple[PeerSender, Probe, int, int]] = {}
 
     def start(self, target: PeerSender, probe: Probe) -> None:
+        key = ProbeKey(probe.nonce, probe.decode)
+        if key in self._running:
+            return
         if not self._free_lanes:
             self.refuse(target, probe, "too many probes at once")
             return
         lane = self._free_lanes.pop()
         offset, block = lane * PROBE_BLOCK_NBYTES, os.urandom(PROBE_BLOCK_NBYTES)
         self._arena.write(Run(offset, PROBE_BLOCK_NBYTES), block)
-        key = ProbeKey(probe.nonce, probe.decode)
         self._running[key] = (target, probe, lane, xxhash.xxh3_64(block).intdigest())
         destination = target.peer.manifest.arena_base + probe.offset
         piece = Piece("probe", self._arena.ptr + offset, destination, PROBE_BLOCK_NBYTES)
@@ -95,6 +100,7 @@ class ProbeWriter:
             return
         target, probe, lane, digest = running
         self._free_lanes.append(lane)
+        target.sender.forget(key)
         reason = "" if result.outcome is SendOutcome.APPLIED else result.reason or result.outcome
         target.probe = (time.monotonic(), reason)
         self._reply(target, probe, digest, reason)

@@ -86,7 +86,7 @@ class Outgoing:
         return replace(rows, nbytes=rows.nbytes - self._miscounted.pop(rows.component, 0)) if rows.nbytes else rows
 
 
-@dataclass
+@dataclass(eq=False)
 class RoomWork:
     """A room with everything the node holds for it.
 

@@ -14,6 +14,7 @@ import pytest
 from server.decode.quarantine import LONG_S, Quarantine
 from server.engine.request import RequestFailed
 from server.node.supervisor import Supervisor
+from server.transfer.engines.base import EngineClosed, TransferError
 from server.transfer.engines.loopback import Fault, LoopbackEngine
 from server.transfer.rooms import Failure, RoomKey
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
@@ -91,6 +92,22 @@ async def test_what_a_drain_refuses_is_served_by_another_prefill_node(pair: Pair
         assert await answer(d.node, request(40, seed=seed)) == expected(request(40, seed=seed))
     assert first.engine.prefilled == []
     assert d.metric("pd_retries_total", reason="shutting_down") == 1, "then the other one is asked first"
+
+
+async def test_a_node_ends_although_a_transport_session_cannot_be_closed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, other = await pair.prefill(), await pair.prefill()
+    d = await pair.decode(stuck, other)
+    first, second = d.node._desk.receiver._sessions._engines.values()
+
+    def in_use() -> None:
+        raise TransferError("another thread is using its engine")
+
+    monkeypatch.setattr(first, "close", in_use)
+    await pair.stop(d)
+    with pytest.raises(EngineClosed):
+        second.submit(first.session, d.arena.ptr, d.arena.ptr, 1)
 
 
 # --- the end that nobody asked for ---

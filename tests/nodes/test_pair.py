@@ -254,6 +254,17 @@ async def test_more_peers_than_probe_lanes_are_all_probed(pair: Pair) -> None:
     assert reason.count("probe transfer ok") == 6
 
 
+async def test_a_probe_that_comes_twice_takes_one_lane(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p, faults=("duplicate-message:Probe",))
+    d.node._desk.receiver._prober._fresh_s = 0.0
+    for _ in range(6):
+        ready, reason = await d.node.ready()
+        assert ready, reason
+    await until(lambda: not p.node._desk.probes._running)
+    assert len(p.node._desk.probes._free_lanes) == 4
+
+
 async def test_a_prefill_node_without_decode_nodes_is_ready(pair: Pair) -> None:
     assert await (await pair.prefill()).node.ready() == (True, "no decode node is registered yet")
 

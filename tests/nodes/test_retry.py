@@ -203,6 +203,31 @@ async def test_a_full_decode_node_refuses_at_once(pair: Pair) -> None:
         assert [output async for output in generation]
 
 
+async def test_a_request_behind_one_that_was_given_up_need_not_wait_for_a_third(pair: Pair) -> None:
+    d = await pair.decode(await pair.prefill(), geometry=make_geometry(slots=4, pages=15, extra_rows=2))
+    d.engine.gate.clear()
+    occupant = d.node.submit(request(9, max_tokens=2000))
+    too_long, short = d.node.submit(request(2000)), d.node.submit(request(5))
+    assert len(d.node._desk.queue) == 2
+    too_long.abort()
+    await until(lambda: not d.node._desk.queue, 2.0)
+    occupant.abort()
+    d.engine.gate.set()
+    assert [t async for o in short for t in o.token_ids] == expected(request(5))
+
+
+async def test_a_room_that_is_over_leaves_the_prefill_nodes_queue(pair: Pair) -> None:
+    p = await pair.prefill(geometry=make_geometry(slots=2))
+    d = await pair.decode(p)
+    p.engine.gate.clear()
+    running, _, last = [d.node.submit(request(20, seed=i)) for i in range(3)]
+    await until(lambda: len(p.node._desk.queue) == 2)
+    last.abort()
+    await until(lambda: len(p.node._desk.queue) == 1, 2.0)
+    p.engine.gate.set()
+    assert [output async for output in running]
+
+
 async def test_sixty_four_rooms_at_once_on_two_slots(pair: Pair) -> None:
     p = await pair.prefill(geometry=make_geometry(slots=3))
     d = await pair.decode(p, geometry=make_geometry(slots=3, extra_rows=2))
