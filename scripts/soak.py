@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from soak_chaos import disturb
 from soak_client import Outcome, ask, judge
 from soak_nodes import Field, Node, Resources, SoakFailed, running, until
-from soak_plan import Episode, Event, Plan, Question, Room, make_plan
+from soak_plan import ROOMS_PER_EPISODE, Episode, Event, Plan, Question, Room, make_plan
 
 START_S = 120.0
 """For a node to start and to be ready, on a busy machine."""
@@ -268,6 +268,14 @@ def main(argv: list[str] | None = None) -> int:
         "--prefill-nodes", type=int, default=1, metavar="N", help="prefill nodes beside one decode node (1)"
     )
     parser.add_argument(
+        "--rooms-per-episode",
+        type=int,
+        choices=range(1, 65),
+        default=ROOMS_PER_EPISODE,
+        metavar="N",
+        help=f"clients beside one disturbance, on average ({ROOMS_PER_EPISODE}; at most 64)",
+    )
+    parser.add_argument(
         "--client-timeout", type=float, default=60.0, metavar="S", help="a client's deadline, seconds (60)"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the report there, as JSON")
@@ -276,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     console = Console(stderr=True)
-    plan = make_plan(args.seed, args.rooms, prefill_nodes=args.prefill_nodes)
+    plan = make_plan(args.seed, args.rooms, prefill_nodes=args.prefill_nodes, rooms_per_episode=args.rooms_per_episode)
     logs = args.logs or Path(tempfile.mkdtemp(prefix="soak-"))
     logs.mkdir(parents=True, exist_ok=True)
     try:

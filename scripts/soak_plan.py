@@ -20,7 +20,8 @@ EDGES = (
     1, 3, 4, 5, 18, 63, 64, 65, 127, 128, 129, 255, 256, 257, 383, 384, 511, 512, 513, 1025,
 )  # fmt: skip
 """Prompt lengths at which a group, a window or a page begins or ends."""
-ROOMS_PER_EPISODE = (5, 11)
+ROOMS_PER_EPISODE = 8
+"""On average; by up to three eighths more or fewer."""
 EPISODE_S = 2.0
 """Clients of an episode start, and its disturbance strikes, within this time."""
 
@@ -132,15 +133,23 @@ class Plan:
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
-def make_plan(seed: int, n_rooms: int, *, prefill_nodes: int = 1, max_context: int = 8192) -> Plan:
+def make_plan(
+    seed: int,
+    n_rooms: int,
+    *,
+    prefill_nodes: int = 1,
+    rooms_per_episode: int = ROOMS_PER_EPISODE,
+    max_context: int = 8192,
+) -> Plan:
     """A run of exactly ``n_rooms`` clients. ``max_context`` is the servers', in tokens."""
+    spread = rooms_per_episode * 3 // 8
     rng = random.Random(f"soak {seed}")
     questions = tuple(_questions(rng, max(24, n_rooms // 4), max_context))
     events = _events(rng, prefill_nodes)
     episodes: list[Episode] = []
     first = 0
     while first < n_rooms:
-        size = min(rng.randint(*ROOMS_PER_EPISODE), n_rooms - first)
+        size = min(rooms_per_episode + rng.randint(-spread, spread), n_rooms - first)
         rooms = tuple(_room(rng, first + i, len(questions)) for i in range(size))
         episodes.append(Episode(len(episodes), rooms, next(events)))
         first += size
