@@ -216,6 +216,7 @@ class RequestDesk:
         work.generation.set_route(RouteInfo(work.link.address, work.key.room, nbytes, draft_state, work.n_retries))
         owner = None if Check.STAMP in work.skipped else work.key.owner
         self._submit_command(Resume(work.key, work.request, work.placement, first, owner))
+        work.resumed = True
 
     def room_failed(self, work: Work, failure: Failure) -> None:
         log.warning("%s (%s) failed: %s: %s", work.key, work.request.request_id, failure.code, failure.reason)
@@ -238,9 +239,11 @@ class RequestDesk:
         return work.may_be_retried(failure) and self.receiver.peers.pick((*work.avoids, work.link)) is not None
 
     def room_broken(self, work: Work, error: Exception) -> None:
-        """Something here failed after the room was over or committed; if committed, nobody reads its memory now."""
+        """Something here failed after the room was over or committed; of a committed one the engine may have begun."""
         work.generation.fail(request_failed(broken(error)))
-        if work.room is not None and work.room.phase is DecodePhase.COMMITTED:
+        if work.resumed:
+            self._submit_command(Cancel(work.key))
+        elif work.room is not None and work.room.phase is DecodePhase.COMMITTED:
             self.room_free(work)
 
     def room_free(self, work: Work) -> None:

@@ -22,7 +22,8 @@ class Work:
     """One attempt at a request, from its admission until its memory is free again.
 
     A second attempt has the same ``generation``, ``avoids`` the prefill nodes of those before and says why they
-    ``failed_before``. ``enqueued`` is on ``time.monotonic()``.
+    ``failed_before``. ``enqueued`` is on ``time.monotonic()``. ``resumed``: the engine decodes in the room's memory,
+    and says when it does no more.
     """
 
     key: RoomKey
@@ -32,6 +33,7 @@ class Work:
     placement: Placement | None = None
     link: PeerLink | None = None
     room: DecodeRoom | None = None
+    resumed: bool = False
     n_generated: int = 0
     skipped: frozenset[Check] = frozenset()
     retries_left: int = 1

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_ENGINE_ERROR = "engine_error"
 _NON_FINITE = ("non_finite_logits", "the model's output is not a number: it read state that was never written")
 
 
@@ -124,14 +126,14 @@ class Engine(threading.Thread):
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Prefill():
-                sequence = self._sequence(command, Goal.HAND_OVER)
-                sequence.room, sequence.epoch, sequence.owner = command.room, command.epoch, command.owner
-                self._scheduler.prefilling.append(sequence)
-            case Generate():
-                self._scheduler.prefilling.append(self._sequence(command, Goal.ANSWER))
-            case Resume():
-                self._resume(command)
+            case Prefill() | Generate() | Resume():
+                try:
+                    self._take(command)
+                except Exception as error:
+                    log.exception("%s could not be begun", command.key)
+                    self._scheduler.drop(command.key)
+                    self._runner.scrub(command.placement)
+                    self._on_event(Failed(command.key, _ENGINE_ERROR, f"{type(error).__name__}: {error}"))
             case Cancel(key):
                 if (found := self._scheduler.find(key)) is not None:
                     self._finish(found, FinishReason.ABORT)
@@ -140,6 +142,18 @@ class Engine(threading.Thread):
                 self._on_event(Scrubbed(key))
             case Stop():
                 self._stopping = True
+
+    def _take(self, command: Prefill | Generate | Resume) -> None:
+        """Begins a request."""
+        match command:
+            case Prefill():
+                sequence = self._sequence(command, Goal.HAND_OVER)
+                sequence.room, sequence.epoch, sequence.owner = command.room, command.epoch, command.owner
+                self._scheduler.prefilling.append(sequence)
+            case Generate():
+                self._scheduler.prefilling.append(self._sequence(command, Goal.ANSWER))
+            case Resume():
+                self._resume(command)
 
     def _resume(self, command: Resume) -> None:
         """Decodes on from a prompt that another node computed; its first token may already be the last."""
@@ -180,7 +194,8 @@ class Engine(threading.Thread):
                 if sequence.draft is not None:
                     streams = output.streams[row : row + 1 + n]
                     sequence.draft = DraftState(streams, sequence.draft.valid_from)
-                self._append(sequence, choices[: 1 + n], n_proposed=len(draft), n_accepted=n)
+                append = partial(self._append, sequence, choices[: 1 + n], n_proposed=len(draft), n_accepted=n)
+                self._guarded([sequence], append)
             row += 1 + len(draft)
 
     def _draft_and_verify(self, running: Sequence[Running]) -> tuple[list[list[int]], ForwardOutput]:
@@ -223,11 +238,11 @@ class Engine(threading.Thread):
             if choices is None:
                 continue
             if sequence.goal is Goal.HAND_OVER:
-                self._hand_over(sequence, choices[0], output.streams[last])
+                self._guarded([sequence], partial(self._hand_over, sequence, choices[0], output.streams[last]))
             else:
                 if self._spec_tokens:
                     sequence.draft = DraftState(output.streams[last : last + 1])
-                self._append(sequence, choices)
+                self._guarded([sequence], partial(self._append, sequence, choices))
 
     def _prompt_forward(self, chunks: Sequence[Chunk]) -> ForwardOutput:
         """The target over the chunks, then the draft's window rows that will be read: position t with the prompt's
@@ -343,7 +358,7 @@ class Engine(threading.Thread):
                 self._fail(sequences[0], *_NON_FINITE)
             else:
                 log.exception("a step of %s failed", sequences[0].key)
-                self._fail(sequences[0], "engine_error", f"{type(error).__name__}: {error}")
+                self._fail(sequences[0], _ENGINE_ERROR, f"{type(error).__name__}: {error}")
             return None
 
     def _one_by_one(self, sequences: Sequence[Running], step: Callable[[Running], None]) -> None:

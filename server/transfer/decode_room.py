@@ -207,7 +207,7 @@ class DecodeRoom:
             rejected = Rejected(**self._ids(), component=failure.component, reason=clip(failure.reason))
             return [Send(rejected), *self._end(failure, now)]
         self._enter(DecodePhase.COMMITTED, now)
-        return [Send(Committed(**self._ids())), Commit(self._done), Forget("committed", "")]
+        return [Commit(self._done), Send(Committed(**self._ids())), Forget("committed", "")]
 
     def _on_failed(self, failed: Failed, now: float) -> list[DecodeAction]:
         actions: list[DecodeAction] = []

@@ -34,6 +34,7 @@ from server.engine.events import (
 )
 from server.engine.request import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from server.engine.runner import ModelRunner
+from server.engine.stopping import OutputProcessor
 from server.engine.tokenizer import Tokenizer
 from server.model.loader import load_model
 from server.model.network import DeepseekV4
@@ -169,6 +170,33 @@ def test_an_exception_in_a_batch_fails_only_its_cause(harness: Harness) -> None:
     harness.engine.submit(Generate("bad", wrong, Placement(2, (2,))))
     failed = [e for e in harness.until(Finished, "good") if isinstance(e, Failed)]
     assert [(e.key, e.code) for e in failed] == [("bad", "engine_error")]
+
+
+def test_a_first_token_that_is_none_fails_that_request_alone(harness: Harness) -> None:
+    good = request(40, seed=1, max_tokens=20)
+    harness.engine.submit(Generate("good", good, Placement(1, (1,))))
+    harness.engine.submit(Resume("bad", request(40), Placement(2, (2,)), TokenLogprob(-1, 0.0)))
+    failed = [e for e in harness.until(Finished, "good") if isinstance(e, Failed)]
+    assert [(e.key, e.code) for e in failed] == [("bad", "engine_error")]
+
+
+def test_an_answer_that_cannot_be_told_fails_that_request_alone(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError("simulated")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelRunner, "hand_over", broken)
+        patched.setattr(OutputProcessor, "feed", broken)
+        for command in (
+            Prefill("bad", request(40), Placement(2, (2,)), 1, 1),
+            Generate("bad", request(40), Placement(2, (2,))),
+        ):
+            harness.engine.submit(command)
+            assert harness.until(Failed, "bad")[-1] == Failed("bad", "engine_error", "ZeroDivisionError: simulated")
+    harness.engine.submit(Generate("good", request(40), Placement(2, (2,))))
+    assert len(tokens_of(harness.until(Finished, "good"), "good")) == 6
 
 
 def test_scrub_is_answered(harness: Harness) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pkgutil
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import zmq
@@ -17,6 +19,7 @@ from server.engine.events import Died
 from server.engine.request import FinishReason, RequestFailed
 from server.transfer.engines.loopback import Fault, LoopbackEngine, Submission
 from server.transfer.protocol import Committed, encode, seal
+from server.transfer.rooms import RoomKey
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.transfer.support import make_geometry
 from tests.transfer.test_protocol import reserve
@@ -214,6 +217,28 @@ async def test_an_exception_in_one_room_fails_that_room_only(pair: Pair, monkeyp
                 await answer(d.node, request(40))
             assert (caught.value.code, caught.value.status) == ("internal_error", 500)
         await assert_works_again(p, d)
+
+
+async def test_an_exception_at_the_commit_never_frees_memory_that_the_engine_decodes_in(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    for target in ("server.transfer.peer.PeerLink.send", "server.decode.receiver.Receiver._forget"):
+        perform = pkgutil.resolve_name(target)
+        with monkeypatch.context() as patched:
+
+            def broken(owner: object, what: object, *args: object, real: Any = perform) -> None:
+                real(owner, what, *args)
+                if isinstance(what, Committed | RoomKey):
+                    raise ZeroDivisionError("simulated")
+
+            patched.setattr(target, broken)
+            with pytest.raises(RequestFailed, match="ZeroDivisionError"):
+                await answer(d.node, request(40, max_tokens=400))
+        await assert_works_again(p, d)
+        assert d.engine.wrong_bytes == []
+        assert d.engine._answers == {}, "nothing decodes there any more"
 
 
 async def test_a_peer_that_falls_silent_fails_its_rooms_within_the_deadline_and_serves_again(pair: Pair) -> None:

@@ -38,4 +38,6 @@ def test_every_deadline_is_documented_with_its_default() -> None:
 
 
 def test_the_version_is_documented() -> None:
-    assert f"version {manifest.PROTOCOL_VERSION}" in TEXT
+    version = manifest.PROTOCOL_VERSION
+    for said in (f"version {version}", f"version, `{version}`", f"| `protocol_version` | {version} |"):
+        assert said in TEXT

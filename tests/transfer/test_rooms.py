@@ -105,7 +105,7 @@ class TestDecodeRoom:
         room.handle(Reserved(**IDS), 0.1)
         room.handle(Progress(**IDS, phase=RemotePhase.PREFILL, n_computed=1), 0.2)
         assert kinds(room.handle(DONE, 0.3)) == [Verify]
-        assert kinds(room.handle(Verified(None), 0.4)) == [Committed, Commit, Forget]
+        assert kinds(room.handle(Verified(None), 0.4)) == [Commit, Committed, Forget]
         assert set(room.phase_s) == {"reserve", "queued", "prefill", "verify"}
 
     def test_reserve_is_sent_again_with_back_off_until_it_is_answered(self) -> None:
