@@ -166,10 +166,13 @@ def test_launchers_get_ports_and_model(quickstart: Quickstart) -> None:
     code, output = quickstart.run("--once", "--model", "/models/v4")
     assert code == 0, output
     prefill, decode, bootstrap = (str(port) for port in quickstart.ports)
-    prefill_argv = (quickstart.folder / "prefill.argv").read_text()
-    decode_argv = (quickstart.folder / "decode.argv").read_text()
-    assert f'"--port", "{prefill}", "--bootstrap-port", "{bootstrap}", "--model", "/models/v4"' in prefill_argv
-    assert f'"--port", "{decode}", "--prefill", "127.0.0.1:{bootstrap}", "--model", "/models/v4"' in decode_argv
+    prefill_argv = json.loads((quickstart.folder / "prefill.argv").read_text())
+    decode_argv = json.loads((quickstart.folder / "decode.argv").read_text())
+    for argv, wanted in (
+        (prefill_argv, {"--port": prefill, "--bootstrap-port": bootstrap, "--model": "/models/v4"}),
+        (decode_argv, {"--port": decode, "--prefill": f"127.0.0.1:{bootstrap}", "--model": "/models/v4"}),
+    ):
+        assert {option: argv[argv.index(option) + 1] for option in wanted} == wanted
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
