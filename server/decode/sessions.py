@@ -26,12 +26,22 @@ class TransportSessions:
         self._make_engine = make_engine
         self._arena = arena
         self._engines: dict[str, TransferEngine] = {}
+        self._latest: dict[str, str] = {}
 
     async def open(self, address: str) -> TransferEngine:
-        """A fresh endpoint for the peer at ``address``. Raises what the transport raises; closes an older one first."""
+        """A fresh endpoint for the peer at ``address``. Raises what the transport raises; closes an older one first.
+
+        Its session is another than that of the one before, by which the peer may still know this process.
+        """
         await self.fence(address)
         engine = await asyncio.to_thread(self._open)
-        self._engines[address] = engine
+        if engine.session == self._latest.get(address):
+            try:
+                other = await asyncio.to_thread(self._open)
+            finally:
+                await asyncio.to_thread(engine.close)
+            engine = other
+        self._engines[address], self._latest[address] = engine, engine.session
         return engine
 
     async def fence(self, address: str) -> None:

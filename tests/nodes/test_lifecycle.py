@@ -11,7 +11,10 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from server.cache.arena import Arena
+from server.cache.layout import ArenaLayout
 from server.decode.quarantine import LONG_S, Quarantine
+from server.decode.sessions import TransportSessions
 from server.engine.request import RequestFailed
 from server.node.supervisor import Supervisor
 from server.transfer.engines.base import EngineClosed, TransferError
@@ -108,6 +111,21 @@ async def test_a_node_ends_although_a_transport_session_cannot_be_closed(
     await pair.stop(d)
     with pytest.raises(EngineClosed):
         second.submit(first.session, d.arena.ptr, d.arena.ptr, 1)
+
+
+async def test_a_session_is_not_called_like_the_one_before() -> None:
+    """The prefill node would take it for the registration that it has, and its old sender would write to it."""
+    names, made = iter(("a", "a", "b")), []
+
+    def transport() -> LoopbackEngine:
+        made.append(LoopbackEngine())
+        made[-1].session = next(names)
+        return made[-1]
+
+    sessions = TransportSessions(transport, Arena(ArenaLayout.from_geometry(make_geometry())))
+    assert [(await sessions.open("prefill")).session for _ in range(2)] == ["a", "b"]
+    await sessions.close()
+    assert all(engine._closed for engine in made)
 
 
 # --- the end that nobody asked for ---
