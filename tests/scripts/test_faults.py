@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,8 +13,18 @@ from faults_stage import Silent, Stage, stage
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
+REPORTS = ROOT.parent / "shared" / "faults.md"
 QUICK = ("sgl-24878", "sgl-30890", "sgl-30233", "vl-52234", "sgl-28651", "sgl-27162", "sgl-7338", "CVE-2025-32444")
 """Staged by default; all of them with --full."""
+
+
+def test_every_report_is_in_the_list() -> None:
+    if not REPORTS.exists():
+        pytest.skip("the collection of reports is not here")
+    text = REPORTS.read_text(encoding="utf-8")
+    ids = set(re.findall(r"\b(?:sgl|vl|mc|ds|tks|llmd|tt|trt|dyn|ft)-\d+\b|\bCVE-\d+-\d+\b", text))
+    assert len(ids) > 30
+    assert ids - {one for entry in ENTRIES for one in entry.ids} == set()
 
 
 def test_every_entry_is_staged_or_tested_or_explained() -> None:
