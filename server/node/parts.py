@@ -68,7 +68,7 @@ def common_info(role: str, incarnation: str, settings: NodeSettings, parts: Node
         "page_size": parts.arena.layout.page_size,
         **settings.facts,
         "control_plane_takes": settings.guard.rule,
-        "faults": [str(fault) for fault in parts.faults.faults],
+        "faults": parts.faults.describe(),
         "allocator": parts.allocator.counts(),
     }
 

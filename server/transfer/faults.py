@@ -164,7 +164,7 @@ class FaultSet:
         self.faults = list(faults)
         self._files = [_FaultFile(path) for path in files]
         self._role = role
-        for fault in [*self.faults, *(file.path for file in self._files)]:
+        for fault in self.describe():
             log.warning("FAULT INJECTION is on: %s", fault)
 
     @staticmethod
@@ -176,6 +176,10 @@ class FaultSet:
     @property
     def is_on(self) -> bool:
         return bool(self.faults or self._files)
+
+    def describe(self) -> list[str]:
+        """All of them, files by their names."""
+        return [*map(str, self.faults), *(f"@{file.path}" for file in self._files)]
 
     def strike(self, room: str) -> tuple[Fault, ...]:
         """The faults that strike ``room`` (named for the log): all but those of messages and phases."""

@@ -322,10 +322,10 @@ class PrefillRoom:
         self.phase, self._entered, self._alive = phase, now, now
 
     def _send_state(self) -> Send:
-        """The answer to a repeated ``Reserve``."""
+        """The answer to a repeated ``Reserve``. What became of the writes is known when the last batch has ended."""
         if self.failure is None:
             return Send(Reserved(**self._ids()))
-        writes = Writes.SETTLING if self._work.clean else Writes.UNKNOWN
+        writes = Writes.SETTLING if self._work.clean or self._work.batches else Writes.UNKNOWN
         return Send(failed_message(self.reserve, self.failure, writes))
 
     def _verdict(self) -> Send:

@@ -15,6 +15,7 @@ from server.transfer.faults import MESSAGE_TYPES, PHASES, FaultError, FaultSet, 
 from server.transfer.outbox import Outbox
 from server.transfer.prefill_room import PrefillPhase
 from server.transfer.protocol import Ping, Pong, ProtocolError, decode
+from tests.nodes.support import pairs
 
 PING, PONG = Ping("a" * 32, "host:1"), Pong("b" * 32, registered=True)
 
@@ -92,6 +93,12 @@ def test_a_file_is_read_again_when_it_has_changed_and_its_counts_last_until_then
     assert [str(fault) for fault in faults.strike("room 4")] == ["drop:swa"]
     file.unlink()
     assert faults.strike("room 5") == ()
+
+
+async def test_a_node_shows_its_faults_and_the_files_of_them() -> None:
+    async with pairs() as pair:
+        p = await pair.prefill(faults=("drop:swa:1", "@/nowhere/faults"))
+        assert p.node.server_info()["faults"] == ["drop:swa", "@/nowhere/faults"]
 
 
 def test_one_check_or_all_are_switched_off() -> None:

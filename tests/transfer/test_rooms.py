@@ -253,6 +253,21 @@ class TestPrefillRoom:
         assert room.handle(BatchEnded(2, None, quiesced=False), 2.3) == []
         assert kinds(room.handle(BatchEnded(1, None, quiesced=True), 2.4)) == [Done]
 
+    @pytest.mark.parametrize("quiesced", [True, False])
+    def test_what_became_of_the_writes_is_told_after_the_last_batch(self, quiesced: bool) -> None:
+        room = prefill_room(PrefillPhase.TRANSFER)
+        room.handle(Pushed(2, (Rows("swa", 2, 3, 32),), 3, last=True), 2.2)
+        assert room.handle(BatchEnded(1, None, quiesced=False), 2.3) == [], "the other one is under way"
+        (told,) = sent(room.handle(GivenUp(Failure("bye", "the client has gone", 502)), 2.4))
+        assert isinstance(told, Failed)
+        assert told.writes is Writes.SETTLING
+        verdict, *_ = sent(room.handle(BatchEnded(2, None, quiesced=quiesced), 2.5))
+        if quiesced:
+            assert isinstance(verdict, Quiesced)
+        else:
+            assert isinstance(verdict, Failed)
+            assert verdict.writes is Writes.UNKNOWN
+
     @pytest.mark.parametrize("phase", [p for p in PrefillPhase if p not in ("committed", "ending")])
     def test_an_abort_in_any_phase_ends_quiesced_and_clean(self, phase: PrefillPhase) -> None:
         room = prefill_room(phase)
