@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import sys
 import tempfile
@@ -80,6 +81,7 @@ class Report:
         plan: dict[str, Any] = {
             "seed": self.plan.seed,
             "rooms": self.plan.n_rooms,
+            "rooms_played": self.ends.total(),
             "prefill_nodes": self.plan.prefill_nodes,
         }
         plan |= {"episodes": len(self.plan.episodes), "plan": self.plan.digest}
@@ -92,12 +94,15 @@ class Soak:
     def __init__(self, plan: Plan, nodes: Field, oracle: str, report: Report, client_timeout_s: float) -> None:
         self._plan, self._nodes, self._oracle, self._report = plan, nodes, oracle, report
         self._client_timeout_s = client_timeout_s
-        self._expected: dict[int, Outcome] = {}
+        self._expected: dict[int, asyncio.Task[Outcome]] = {}
 
-    async def run(self, progress: Progress) -> None:
+    async def run(self, progress: Progress, longest_s: float) -> None:
+        """Plays the episodes in order; begins none after ``longest_s``."""
         await self._heal(None)
-        bar = progress.add_task("rooms", total=self._plan.n_rooms)
+        bar, started = progress.add_task("rooms", total=self._plan.n_rooms), time.monotonic()
         for episode in self._plan.episodes:
+            if time.monotonic() - started > longest_s:
+                return
             await self._play(episode)
             progress.update(bar, advance=len(episode.rooms), description=self._so_far())
 
@@ -108,6 +113,8 @@ class Soak:
     async def _play(self, episode: Episode) -> None:
         event = episode.event
         clients = [asyncio.create_task(self._client(room)) for room in episode.rooms]
+        for room in episode.rooms:
+            self._right_answer(room.question)  # so that one process computes while the pair does
         await asyncio.sleep(event.at_s)
         if (wrong := await disturb(event, self._nodes)) is not None:
             self._find(episode, None, wrong)
@@ -125,15 +132,17 @@ class Soak:
         question = self._plan.questions[room.question]
         return await ask(self._nodes.decode.url, question, room, timeout_s=self._client_timeout_s)
 
-    async def _right_answer(self, number: int) -> Outcome:
+    def _right_answer(self, number: int) -> asyncio.Task[Outcome]:
         """What one process answers. Asked once."""
         if number not in self._expected:
-            question = self._plan.questions[number]
-            outcome = await ask(self._oracle, question, timeout_s=ORACLE_TIMEOUT_S)
-            if outcome.status != question.status:
-                raise SoakFailed(f"the process that computes alone said {outcome} to {_shown(question)}")
-            self._expected[number] = outcome
+            self._expected[number] = asyncio.create_task(self._ask_oracle(self._plan.questions[number]))
         return self._expected[number]
+
+    async def _ask_oracle(self, question: Question) -> Outcome:
+        outcome = await ask(self._oracle, question, timeout_s=ORACLE_TIMEOUT_S)
+        if outcome.status != question.status:
+            raise SoakFailed(f"the process that computes alone said {outcome} to {_shown(question)}")
+        return outcome
 
     def _find(self, episode: Episode | None, room: int | None, what: str) -> None:
         number, event = (-1, "start") if episode is None else (episode.number, str(episode.event))
@@ -230,10 +239,11 @@ async def soak(
     console: Console,
     client_timeout_s: float,
     *,
+    longest_s: float = math.inf,
     prefill_options: tuple[str, ...] = (),
     decode_options: tuple[str, ...] = (),
 ) -> Report:
-    """Plays ``plan`` against nodes with these further options.
+    """Plays ``plan``, or what of it can begin within ``longest_s``, against nodes with these further options.
 
     Raises :class:`SoakFailed` or :class:`process_pair.PairFailed` if the servers cannot be run.
     """
@@ -245,7 +255,7 @@ async def soak(
             if left:
                 raise SoakFailed(f"the process that computes alone does not start: {left}; see {oracle.logs[-1]}")
             with Progress(*columns, console=console) as progress:
-                await Soak(plan, nodes, oracle.url, report, client_timeout_s).run(progress)
+                await Soak(plan, nodes, oracle.url, report, client_timeout_s).run(progress, longest_s)
     finally:
         report.elapsed_s = round(time.monotonic() - started, 1)
     for line in logged_errors([path for node in nodes.nodes for path in node.logs]):
@@ -278,6 +288,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--client-timeout", type=float, default=60.0, metavar="S", help="a client's deadline, seconds (60)"
     )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, metavar="M", help="end early: begin no episode after this time"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the report there, as JSON")
     parser.add_argument(
         "--logs", type=Path, metavar="DIR", help="keep the nodes' logs there (default: only on findings)"
@@ -289,7 +302,7 @@ def main(argv: list[str] | None = None) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     try:
         with StopSignals():
-            report = asyncio.run(soak(plan, logs, console, args.client_timeout))
+            report = asyncio.run(soak(plan, logs, console, args.client_timeout, longest_s=60 * args.minutes))
     except (PairFailed, SoakFailed) as error:
         print(f"soak: {error}; logs in {logs}", file=sys.stderr)
         return 2
@@ -312,7 +325,7 @@ def summary(report: Report) -> str:
     """One paragraph."""
     plan, ends = report.plan, ", ".join(f"{count} {end}" for end, count in report.ends.most_common())
     return (
-        f"seed {plan.seed} (plan {plan.digest}): {plan.n_rooms} rooms in {len(plan.episodes)} episodes: {ends}; "
+        f"seed {plan.seed} (plan {plan.digest}): {report.ends.total()} of {plan.n_rooms} rooms: {ends}; "
         f"{report.n_answered_tokens} tokens compared; the slowest client took {report.longest_s:.1f} s, the slowest "
         f"clean-up {report.longest_settle_s:.1f} s; lives {dict(report.lives)}; {len(report.findings)} findings; "
         f"{report.elapsed_s:.0f} s"
