@@ -76,6 +76,8 @@ class SendingFaults:
 
     def start(self, key: Hashable, struck: Iterable[Fault], n: int, placement: Placement) -> Placement:
         """A room begins: arms the faults of its writes, and says where its rows are to be looked for."""
+        if not self.is_on:
+            return placement
         runs = self._arena.layout.live_runs(n, placement)
         for fault in struck:
             if fault.kind in WRITES:
