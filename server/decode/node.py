@@ -19,12 +19,12 @@ from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest, RequestFailed
 from server.node.parts import NodeParts, common_info, load_of
 from server.node.supervisor import Supervisor
+from server.node.ticker import tick_for_ever
 from server.transfer.manifest import new_incarnation
 from server.transfer.rooms import Failure
 
 log = logging.getLogger(__name__)
 
-_TICK_S = 0.1
 _SHUTTING_DOWN = Failure("shutting_down", "the decode node is shutting down", 503)
 
 
@@ -54,7 +54,7 @@ class DecodeNode:
         """Connects to the prefill nodes (without waiting for them)."""
         self._loop = asyncio.get_running_loop()
         self._desk.start()
-        self._ticker = ticker = asyncio.create_task(self._tick_for_ever(), name="decode ticker")
+        self._ticker = ticker = asyncio.create_task(tick_for_ever(self.role, self._desk), name="decode ticker")
         self._supervisor.watch(lambda: [ticker, *self._desk.tasks])
 
     def vital(self, thread: threading.Thread) -> None:
@@ -145,11 +145,3 @@ class DecodeNode:
             self._desk.engine_died(Failure("engine_died", reason, 503))
         else:
             self._desk.on_engine_event(event)
-
-    async def _tick_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(_TICK_S)
-            try:
-                self._desk.tick()
-            except Exception:
-                log.exception("a tick of the decode node failed")

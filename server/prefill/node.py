@@ -8,7 +8,6 @@ health.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from server.engine.events import Died, Event
 from server.engine.request import Generation, GenerationRequest, RequestFailed
 from server.node.parts import NodeParts, NodeSettings, common_info, load_of
 from server.node.supervisor import Supervisor
+from server.node.ticker import tick_for_ever
 from server.prefill.desk import RoomDesk
 from server.prefill.reception import Reception
 from server.transfer.bootstrap import Bootstrap, DecodePeer
@@ -27,9 +27,6 @@ from server.transfer.outbox import Outbox
 from server.transfer.protocol import AnyMessage
 from server.transfer.rooms import Failure
 
-log = logging.getLogger(__name__)
-
-_TICK_S = 0.1
 _SHUTTING_DOWN = Failure("shutting_down", "the prefill node is shutting down", 503)
 
 
@@ -100,7 +97,7 @@ class PrefillNode:
         )
         await bootstrap.start(self._settings.bootstrap_host, self._settings.bootstrap_port)
         desk.pairing.address = f"{self._settings.bootstrap_host}:{bootstrap.port}"
-        self._ticker = ticker = asyncio.create_task(self._tick_for_ever(desk), name="prefill ticker")
+        self._ticker = ticker = asyncio.create_task(tick_for_ever(self.role, desk), name="prefill ticker")
         self._supervisor.watch(lambda: [ticker, *bootstrap.tasks, *desk.threads])
 
     def vital(self, thread: threading.Thread) -> None:
@@ -200,14 +197,6 @@ class PrefillNode:
     def _send(self, peer: DecodePeer, message: AnyMessage) -> None:
         if self._bootstrap is not None:
             self._bootstrap.send(peer, message)
-
-    async def _tick_for_ever(self, desk: RoomDesk) -> None:
-        while True:
-            await asyncio.sleep(_TICK_S)
-            try:
-                desk.tick()
-            except Exception:
-                log.exception("a tick of the prefill node failed")
 
 
 def _describe_transport(make_transport: Callable[[], TransferEngine]) -> TransportIdentity:
