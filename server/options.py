@@ -187,7 +187,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_http(parser: argparse.ArgumentParser) -> None:
-    http = parser.add_argument_group("HTTP (limits that have no option: README.md, Limits of the HTTP ports)")
+    http = parser.add_argument_group("HTTP (more limits, without options: see README.md, Security)")
     http.add_argument(
         "--max-connections",
         type=_positive,

@@ -12,7 +12,7 @@ from server.api.chat import chat_router
 from server.api.completions import completions_router
 from server.api.errors import install_error_handlers
 from server.api.info import info_router, models_router
-from server.api.middleware import ApiKey, HeadAsGet, ResponseCount
+from server.api.middleware import ApiKey, HeadAsGet, ResponseCount, WholeBody
 from server.engine.request import Backend
 
 
@@ -36,6 +36,7 @@ def create_app(
         responses={"4XX": {"description": "The request's fault"}, "5XX": {"description": "The server's fault"}},
     )
     install_error_handlers(app)
+    app.add_middleware(WholeBody)
     if api_key is not None:
         app.add_middleware(ApiKey, key=api_key)
     app.add_middleware(ResponseCount, registry=registry)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import resource
+import threading
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,8 +17,13 @@ from server.api.http_limits import SMALL_BODY_NBYTES, HttpLimits, Refusal, too_m
 logger = logging.getLogger(__name__)
 
 _TELL_EVERY_S = 10.0
+_TRIM_AFTER_S = 0.5
 _OTHER_FILES = 512
 """Open files of a node beside its HTTP connections: control connections, Mooncake's sockets, logs."""
+
+
+_TRIM_NBYTES = 16 << 20
+"""Bodies that are worth a search for free memory, when the last of them is gone."""
 
 
 class Connection(Protocol):
@@ -57,7 +64,7 @@ class ConnectionManager:
         """Connections that have been refused, and are open only until their clients know."""
         self._growing: dict[Connection, None] = {}
         """Connections whose bodies are large and incomplete, the oldest first."""
-        self._held_nbytes = 0
+        self._held_nbytes = self._most_held_nbytes = 0
         self._told_at = -_TELL_EVERY_S
         self._refusals = Counter(
             "pd_http_refused",
@@ -104,6 +111,7 @@ class ConnectionManager:
             return None
         body.held_nbytes += growth
         self._held_nbytes += growth
+        self._most_held_nbytes = max(self._most_held_nbytes, self._held_nbytes)
         self._growing.setdefault(connection)
         while self._held_nbytes > self.limits.max_held_body_nbytes:
             oldest = next(iter(self._growing))
@@ -120,6 +128,9 @@ class ConnectionManager:
         """The request of ``body`` is over. May be called more than once."""
         self._held_nbytes -= body.held_nbytes
         body.held_nbytes = 0
+        if not self._held_nbytes and self._most_held_nbytes >= _TRIM_NBYTES:
+            self._most_held_nbytes = 0
+            threading.Thread(target=_give_memory_back, name="malloc-trim", daemon=True).start()
 
     def closes(self, connection: Connection) -> None:
         """``connection`` has been refused, and counts no more. Few are waited for: the oldest of too many is closed."""
@@ -135,6 +146,13 @@ class ConnectionManager:
         if now - self._told_at >= _TELL_EVERY_S:
             self._told_at = now
             logger.warning("HTTP: %s (%s; pd_http_refused_total counts all of them)", message, reason)
+
+
+def _give_memory_back() -> None:
+    """To the system: the C library would keep what it has freed. In a thread, since it takes some milliseconds."""
+    time.sleep(_TRIM_AFTER_S)
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def allow_open_files(max_connections: int) -> None:

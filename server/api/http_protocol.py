@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 from server.api import http_limits
 from server.api.http_connections import Body, ConnectionManager
 from server.api.http_limits import CHUNK_BYTES_A_FRAMING_BYTE, Refusal
-from server.api.middleware import REFUSED_STATUS
+from server.api.middleware import UNSENT_STATUS
 
 _GRACE_S = 0.25
 """At the end of a time limit, so that what came while this process was busy is still read."""
@@ -133,7 +133,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _abandon_request(self, refusal: Refusal) -> None:
         """To the application the client is gone."""
-        self.scope["state"][REFUSED_STATUS] = refusal.status
+        self.scope["state"][UNSENT_STATUS] = refusal.status
         self.cycle.body = bytearray()
         self.cycle.disconnected = True
         self.cycle.waiting_for_100_continue = False
@@ -178,19 +178,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _unfinished_too_large(self) -> Refusal | None:
         """What the parser's callbacks have not seen, since it has no end yet."""
-        if not self._in_body:
-            return (
-                http_limits.head_too_large(self._limits) if self._stage_nbytes > self._limits.max_head_nbytes else None
-            )
-        if self._gap_nbytes > self._limits.max_head_nbytes:
+        most = self._limits.max_head_nbytes
+        if (self._gap_nbytes if self._in_body else self._stage_nbytes) > most:
             return http_limits.head_too_large(self._limits)
-        framing_nbytes = self._stage_nbytes - self._body.nbytes
-        allowed = self._limits.max_head_nbytes + self._body.nbytes // CHUNK_BYTES_A_FRAMING_BYTE
-        return http_limits.chunks_too_small(self._limits) if framing_nbytes > allowed else None
+        framing_nbytes = self._stage_nbytes - self._body.nbytes if self._in_body else 0
+        if framing_nbytes > most + self._body.nbytes // CHUNK_BYTES_A_FRAMING_BYTE:
+            return http_limits.chunks_too_small(self._limits)
+        return None
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         """Reads the request again without its wish for another protocol: the parser has skipped its body."""
-        head = [self.parser.get_method() + b" " + self.url + b" HTTP/1.1"]
+        head = [self.parser.get_method() + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
         head += [name + b": " + value for name, value in self.headers if name not in _UPGRADE_HEADERS]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
@@ -303,7 +301,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _on_slow_reader(self) -> None:
         self._write_deadline = None
-        if self.transport.get_write_buffer_size() <= self._unsent_nbytes - _MIN_DRAINED_NBYTES:
+        unsent_nbytes = self.transport.get_write_buffer_size()
+        if not unsent_nbytes or self._unsent_nbytes - unsent_nbytes >= _MIN_DRAINED_NBYTES:
             self._watch_writing()
             return
         self._manager.count_refusal("write_timeout", "A client does not read its answer; the connection is closed.")
@@ -320,7 +319,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(_GRACE_S, self._close)
+        if self.transport.get_write_buffer_size():  # the client still takes the answer
+            self._watch_writing()
+            self._wait_for_request()
+        else:
+            self.timeout_keep_alive_task = self.loop.call_later(_GRACE_S, self._close)
 
     def _set_deadline(self) -> None:
         if self._in_body or self._head_begun or self._stage_nbytes:

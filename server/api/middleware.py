@@ -1,4 +1,4 @@
-"""What wraps every HTTP request: the key it needs, its method, and a count of its answer."""
+"""What wraps every HTTP request: the key it needs, its method, its body, and a count of its answer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import hmac
 from prometheus_client import CollectorRegistry, Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.errors import error_body, error_response
+from server.api.errors import CLIENT_CLOSED_REQUEST, error_body, error_response
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """For probes and scrapers, which seldom have keys. They tell states and counts, nothing that a client has said."""
-REFUSED_STATUS = "refused_status"
-"""In the request's ``state``: what the connection answered in place of the application."""
+UNSENT_STATUS = "unsent_status"
+"""In the request's ``state``: how it ended, where the application did not answer it."""
 
 
 class ApiKey:
@@ -61,6 +61,36 @@ class HeadAsGet:
         await self._app({**scope, "method": "GET"}, receive, without_body)
 
 
+class WholeBody:
+    """Reads a request's body before the application runs. Where the client goes first, the application never begins:
+    its exceptions would keep what was read in cycles, until the garbage collector comes by.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        pieces: list[bytes] = []
+        more_body = True
+        while more_body:
+            message = await receive()
+            if message["type"] != "http.request":
+                scope.setdefault("state", {}).setdefault(UNSENT_STATUS, CLIENT_CLOSED_REQUEST)
+                return
+            pieces.append(message.get("body", b""))
+            more_body = message.get("more_body", False)
+        waiting: list[Message] = [{"type": "http.request", "body": b"".join(pieces), "more_body": False}]
+        pieces.clear()
+
+        async def whole() -> Message:
+            return waiting.pop() if waiting else await receive()
+
+        await self._app(scope, whole, send)
+
+
 class ResponseCount:
     """Counts answers by route and status in ``pd_http_responses_total``, when they end."""
 
@@ -87,5 +117,5 @@ class ResponseCount:
             await self._app(scope, receive, noted)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            status = scope.get("state", {}).get(REFUSED_STATUS, status)
+            status = scope.get("state", {}).get(UNSENT_STATUS, status)
             self._responses.labels(route=route, status=status).inc()

@@ -112,6 +112,7 @@ class Echo:
     go_on: threading.Event = field(default_factory=threading.Event)
     n_begun: int = 0
     flood_nbytes: int = 0
+    flood_piece_nbytes: int = 1 << 16
     flood_ended: threading.Event = field(default_factory=threading.Event)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,8 +144,8 @@ class Echo:
     async def _flood(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         try:
-            for _ in range(self.flood_nbytes >> 16):
-                await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
+            for _ in range(self.flood_nbytes // self.flood_piece_nbytes):
+                await send({"type": "http.response.body", "body": bytes(self.flood_piece_nbytes), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self.flood_ended.set()
