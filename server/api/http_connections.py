@@ -20,8 +20,6 @@ _TELL_EVERY_S = 10.0
 _TRIM_AFTER_S = 0.5
 _OTHER_FILES = 512
 """Open files of a node beside its HTTP connections: control connections, Mooncake's sockets, logs."""
-
-
 _TRIM_NBYTES = 16 << 20
 """Bodies that are worth a search for free memory, when the last of them is gone."""
 
@@ -42,10 +40,12 @@ class Connection(Protocol):
 class Body:
     """What is held of one request's body, until the request is over."""
 
+    free_nbytes: int = SMALL_BODY_NBYTES
+    """What of it does not count against ``max_held_body_nbytes``."""
     nbytes: int = 0
     """Received so far, without chunk framing."""
     held_nbytes: int = 0
-    """What of it counts against ``max_held_body_nbytes``."""
+    """What of it counts at present."""
 
 
 class ConnectionManager:
@@ -106,7 +106,7 @@ class ConnectionManager:
         """Counts what ``body`` has grown by. Where there is no memory left the oldest incomplete body is refused; if
         that is this one, what to refuse it with.
         """
-        growth = max(0, body.nbytes - SMALL_BODY_NBYTES) - body.held_nbytes
+        growth = max(0, body.nbytes - body.free_nbytes) - body.held_nbytes
         if growth <= 0:
             return None
         body.held_nbytes += growth

@@ -27,7 +27,7 @@ class HttpLimits:
     max_url_nbytes: int = 8 << 10
     max_body_nbytes: int = 8 << 20
     max_held_body_nbytes: int = 64 << 20
-    """All bodies whose requests are not over, beyond the first :data:`SMALL_BODY_NBYTES` of each."""
+    """All bodies whose requests are not over, beyond the first :data:`SMALL_BODY_NBYTES` of each connection's."""
     max_pipelined: int = 8
     """Requests of one connection that wait for the one before them."""
     head_timeout_s: float = 10.0

@@ -57,6 +57,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._unbegun: set[Body] = set()
         """Of requests that the application has not seen."""
         self._body = Body()
+        """Of the request that was read last."""
         self._in_body = False
         self._head_begun = False
         self._is_replaying = False
@@ -233,12 +234,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         body = Body()
         self.app = functools.partial(self._run, body)
         super().on_headers_complete()
+        if self.pipeline:  # only one body of a connection is free
+            body.free_nbytes = 0
+            self.flow.resume_reading()  # uvicorn stops, and would not see the client go
         self._next_stage()
         self._head_begun, self._in_body, self._body = False, True, body
         self._unbegun.add(body)
         self._manager.has_request(self)
-        if self.pipeline:  # uvicorn stops reading, and would not see the client go
-            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         self._body.nbytes += len(body)
@@ -295,8 +297,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _watch_writing(self) -> None:
         """Gives the client time to take what is written. The transport alone would wait for ever."""
-        self._unsent_nbytes = self.transport.get_write_buffer_size()
-        if self._unsent_nbytes and self._write_deadline is None:
+        if self._write_deadline is None and (unsent_nbytes := self.transport.get_write_buffer_size()):
+            self._unsent_nbytes = unsent_nbytes
             self._write_deadline = self.loop.call_later(self._limits.write_timeout_s, self._on_slow_reader)
 
     def _on_slow_reader(self) -> None:

@@ -308,12 +308,21 @@ def test_a_body_counts_until_its_request_is_over(echo: Echo) -> None:
         assert stack.enter_context(node.connect()).send(post(bytes(LARGE))).answer().status == 200
 
 
+def test_the_body_of_a_request_that_waits_behind_another_counts_from_its_first_byte(echo: Echo) -> None:
+    with served(echo, HOLDING) as node, node.connect() as connection:
+        connection.send(head(path="/wait") + post(bytes(1000)))
+        until(lambda: node.gauge("pd_http_held_body_bytes") == 1000)
+        echo.go_on.set()
+        assert [connection.answer().seen["nbytes"] for _ in range(2)] == [0, 1000]
+        until(lambda: node.gauge("pd_http_held_body_bytes") == 0)
+
+
 def test_clients_that_go_away_hold_nothing(echo: Echo) -> None:
-    with served(echo, HOLDING) as node:
+    with served(echo, replace(HOLDING, max_held_body_nbytes=500_000)) as node:
         with node.connect() as first, node.connect() as second:
             first.send(head("POST", Content_Length=LARGE + 1) + bytes(LARGE))
             second.send(head(path="/wait") + post(bytes(LARGE)))  # the second one never begins
-            until(lambda: (node.gauge("pd_http_held_body_bytes") or 0) >= 100_000)
+            until(lambda: node.gauge("pd_http_held_body_bytes") == 100_000 + LARGE)
         echo.go_on.set()
         until(lambda: node.gauge("pd_http_held_body_bytes") == 0)
         until(lambda: node.gauge("pd_http_connections") == 0)
