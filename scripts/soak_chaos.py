@@ -57,6 +57,12 @@ async def disturb(event: Event, field: Field) -> str | None:
             node.arm(*rng.choice(_WRITES))
         case Kind.LOST_MESSAGES:
             node.arm(*_message_faults(PREFILL if node in field.prefills else DECODE, rng))
+        case Kind.LATE_MESSAGES:
+            is_prefill = node in field.prefills
+            breaker = node if is_prefill else rng.choice(field.prefills)
+            breaker.arm("late-writes:1:1", *(_late_messages(PREFILL, rng) if is_prefill else ()))
+            if not is_prefill:
+                node.arm(*_late_messages(DECODE, rng))
         case Kind.FLOOD:
             return await _flood(field)
         case Kind.BAD_ADDRESS | Kind.VANISHING_PEER | Kind.SILENT_PEER:
@@ -64,6 +70,7 @@ async def disturb(event: Event, field: Field) -> str | None:
     return None
 
 
+_OF_THE_REGISTRATION = frozenset({"Register", "Registered", "Refused", "Ping", "Pong"})
 _WRITES = (["fail-writes:1"], ["fail-writes:swa:1"], ["late-writes:0.5:1"], ["delay-writes:1.5:2"], ["late-writes:2:2"])
 
 
@@ -75,6 +82,12 @@ def _message_faults(role: str, rng: random.Random) -> list[str]:
         count = 1 if name in ("Ping", "Pong") else rng.randint(1, 3)
         faults.append(f"{rng.choice(kinds)}:{name}:{count}")
     return faults
+
+
+def _late_messages(role: str, rng: random.Random) -> list[str]:
+    """All kinds that name a room or a probe; those that keep the registration alive go in time."""
+    names = [name for name in MESSAGE_TYPES[role] if name not in _OF_THE_REGISTRATION]
+    return [f"late-message:{name}:{rng.randint(1, 2)}" for name in names]
 
 
 async def _rogue(kind: Kind, bootstrap: str, rng: random.Random) -> str | None:
@@ -129,7 +142,7 @@ def _zmq_garbage(address: str, rng: random.Random) -> None:
     host, port = address.rsplit(":", 1)
     for _ in range(rng.randint(1, 8)):  # not even ZMQ
         _shout((host, int(port)), rng.randbytes(rng.randint(1, 4000)))
-    frame = encode(Ping(f"{rng.getrandbits(128):032x}", "nowhere:1"))
+    frame = encode(Ping(f"{rng.getrandbits(128):032x}", 1))
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 1000)
         dealer.connect(f"tcp://{address}")

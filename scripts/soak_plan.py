@@ -50,6 +50,8 @@ class Kind(enum.StrEnum):
     """The transport of P refuses writes, or reports them lost and writes them later, or holds them back."""
     LOST_MESSAGES = "lost_messages"
     """Control messages of a node are lost, sent twice, or sent out of order."""
+    LATE_MESSAGES = "late_messages"
+    """Control messages of a node come in its next registration, and one write of unknown fate ends the present one."""
     SILENT_PEER = "silent_peer"
     """A decode node registers whose Mooncake port takes connections and answers nothing."""
 
