@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -127,6 +128,16 @@ async def test_a_name_that_does_not_resolve_and_a_port_where_nobody_listens_are_
     assert "refused" not in peer_of(d)["reason"].lower()
     d = await pair.decode("127.0.0.1:1", wait=False)
     await reason_within(d, "nobody listens at 127.0.0.1:1 (Connection refused)", KNOWN_S)
+
+
+async def test_a_prefill_node_that_may_still_be_starting_is_no_warning_and_one_that_does_not_come_is(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    d = await pair.decode("127.0.0.1:1", deadlines=replace(FAST, connect_s=1000.0), wait=False)
+    await reason_within(d, "nobody listens at 127.0.0.1:1", 10.0)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    await pair.decode("127.0.0.1:1", deadlines=replace(FAST, connect_s=0.1), wait=False)
+    await until(lambda: any("nobody listens at 127.0.0.1:1" in message for message in caplog.messages), 10.0)
 
 
 async def test_an_http_port_is_not_taken_for_a_prefill_node(pair: Pair) -> None:
