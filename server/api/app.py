@@ -10,6 +10,7 @@ from server.api.completions import completions_router
 from server.api.errors import install_error_handlers
 from server.api.info import info_router, models_router
 from server.api.middleware import ApiKey, BodyLimit, ResponseCount
+from server.api.request_id import RequestId
 from server.engine.request import Backend
 
 MAX_BODY_NBYTES = 8 << 20
@@ -38,6 +39,7 @@ def create_app(
     if api_key is not None:
         app.add_middleware(ApiKey, key=api_key)
     app.add_middleware(ResponseCount, registry=registry)
+    app.add_middleware(RequestId)
     app.include_router(info_router(backend, registry))
     app.include_router(models_router(backend))
     app.include_router(completions_router(backend))
