@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["matrix"]:
         return faults_matrix.main(arguments[1:])
     parser = argparse.ArgumentParser(
-        prog="faults.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False, prog="faults.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=("list", "run", "all", "matrix", "history"))
     parser.add_argument("names", nargs="*", metavar="NAME", help="ids of reports, for run")

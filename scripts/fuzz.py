@@ -187,11 +187,13 @@ def fuzz_http(n_requests: int, seed: int, _console: Console) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the report there, as JSON")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, what, most in (("zmq", "frames", 20_000), ("http", "requests", 2_000)):
-        command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        command = commands.add_parser(name, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         command.add_argument(f"--{what}", dest="number", type=int, default=most, metavar="N", help="how many")
         command.add_argument("--seed", type=int, default=1, help="the same seed sends the same")
     args = parser.parse_args(argv)

@@ -271,7 +271,9 @@ async def _no_health(node: Node) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rooms", type=int, default=100, metavar="N", help="clients in all (100)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="what happens is drawn from it (0)")
     parser.add_argument(

@@ -13,6 +13,7 @@ from server.api.completions import completions_router
 from server.api.errors import install_error_handlers
 from server.api.info import info_router, models_router
 from server.api.middleware import ApiKey, HeadAsGet, ResponseCount, WholeBody
+from server.api.request_id import RequestId
 from server.engine.request import Backend
 
 
@@ -51,6 +52,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["*"],
         )
+    app.add_middleware(RequestId)
     app.include_router(info_router(backend, registry))
     app.include_router(models_router(backend))
     app.include_router(completions_router(backend))

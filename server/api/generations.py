@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from server.api.request_id import current_request
 from server.engine.request import (
     Backend,
     FinishReason,
@@ -84,10 +85,12 @@ class Generations:
         self._open: dict[int, Generation] = {}
         try:
             for index, request in enumerate(requests):
-                self._open[index] = backend.submit(request)
+                self._open[index] = _submit(backend, request)
         except BaseException:
             self.abort()
             raise
+        if (http_request := current_request()) is not None:
+            http_request.taken_on = True
 
     def abort(self) -> None:
         """Aborts what has not come to its end by itself. May be called more than once."""
@@ -126,6 +129,15 @@ class Generations:
                     if item[1].finish_reason is not None:
                         self._open.pop(item[0], None)
                     yield item
+
+
+def _submit(backend: Backend, request: GenerationRequest) -> Generation:
+    try:
+        return backend.submit(request)
+    except RequestFailed as failure:
+        if request.named is not None:
+            failure.room = request.named.room
+        raise
 
 
 async def _to_the_end(generation: Generation) -> AsyncIterator[TokenOutput]:

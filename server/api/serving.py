@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from fastapi.responses import JSONResponse
 from server.api.errors import InvalidRequest
 from server.api.generations import Answer, Generations, Usage
 from server.api.named_rooms import MAX_GENERATIONS, named_rooms
+from server.api.request_id import request_id
 from server.api.schemas import GenerationFields
 from server.api.streaming import EventStream, until_disconnect
 from server.engine.request import (
@@ -90,7 +90,7 @@ async def serve(
     node and the rooms, and what fails until then is a status code. Only a stream whose room a router named, on a decode
     node, fails as an error event: routers cut short the body of any other status.
     """
-    envelope = Envelope(id=f"{writer.id_prefix}{uuid.uuid4().hex}", created=int(time.time()), model=backend.model_name)
+    envelope = Envelope(id=f"{writer.id_prefix}{request_id()}", created=int(time.time()), model=backend.model_name)
     requests = _requests(backend, body, prompts, envelope.id, prompt_field)
     usage = Usage(prompt_tokens=sum(len(ids) for ids in prompts))
     generations = Generations(backend, requests)
@@ -110,7 +110,7 @@ async def serve(
         generations.abort()
         raise
     choices = [writer.choice(index, answer) for index, answer in enumerate(answers)]
-    content = envelope.wrap(writer.object_name, choices) | {"usage": usage.as_dict()}
+    content = envelope.wrap(writer.object_name, choices) | {"usage": usage.as_dict(), "pd": pd_object(headers)}
     return JSONResponse(content, headers=headers)
 
 
@@ -136,9 +136,9 @@ def _requests(
         sampling = _fit_context(backend, body, len(ids), prompt_field)
         for sample in range(body.n_samples):
             seed = None if sampling.seed is None else (sampling.seed + sample + _INT64) % (2 * _INT64) - _INT64
-            request_id = f"{response_id}-{len(requests)}"
+            sample_id = f"{response_id}-{len(requests)}"
             named = rooms[len(requests)]
-            requests.append(GenerationRequest(request_id, tuple(ids), replace(sampling, seed=seed), named))
+            requests.append(GenerationRequest(sample_id, tuple(ids), replace(sampling, seed=seed), named))
     return requests
 
 
@@ -200,6 +200,13 @@ def _route_headers(routes: Sequence[RouteInfo]) -> dict[str, str]:
     if n_retries := sum(route.n_retries for route in routes):
         headers["x-pd-retries"] = str(n_retries)
     return headers
+
+
+def pd_object(headers: Mapping[str, str]) -> dict[str, str]:
+    """What the headers of an answer say, for its body: ``{"request_id", "prefill", "room", ...}``."""
+    return {"request_id": request_id()} | {
+        name.removeprefix("x-pd-").replace("-", "_"): value for name, value in headers.items()
+    }
 
 
 async def _only(failure: RequestFailed) -> AsyncGenerator[dict[str, Any]]:

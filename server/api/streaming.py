@@ -71,7 +71,7 @@ class EventStream(Response):
         try:
             await until_disconnect(receive, self._send_all(send))
         except ClientDisconnected:
-            logger.info("%s: the client closed its connection, the generation is aborted", scope["path"])
+            logger.debug("%s: the client closed its connection, the generation is aborted", scope["path"])
         finally:
             self._on_end()
 

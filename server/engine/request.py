@@ -25,8 +25,10 @@ class RequestFailed(Exception):
     """A request that cannot be answered. ``code`` is a stable machine word, ``status`` the HTTP status before the first
     byte.
 
-    ``component`` names the state component at fault, where there is one.
+    ``component`` names the state component at fault, where there is one; ``room`` is the request's, once it has one.
     """
+
+    room: int | None = None
 
     def __init__(self, code: str, message: str, *, status: int = 500, component: str | None = None) -> None:
         super().__init__(message)
@@ -76,7 +78,7 @@ class NamedRoom:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to continue. ``request_id`` is unique in the process; ``named`` is the room that a router chose."""
+    """One prompt to continue. ``request_id`` names it in logs; ``named`` is the room that a router chose."""
 
     request_id: str
     prompt_ids: tuple[int, ...]

@@ -8,6 +8,7 @@ health.
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,10 +34,16 @@ _SHUTTING_DOWN = Failure("shutting_down", "the prefill node is shutting down", 5
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillSettings(NodeSettings):
-    """How a prefill node is set up. ``bootstrap_port`` 0 takes a free port; ``spec_tokens`` only sizes the rings."""
+    """How a prefill node is set up. ``bootstrap_port`` 0 takes a free port; ``spec_tokens`` only sizes the rings.
+
+    ``bootstrap_listener`` listens on that port already, and ``transport`` is known already, where a launcher has seen
+    to it.
+    """
 
     bootstrap_host: str = "127.0.0.1"
     bootstrap_port: int = 8998
+    bootstrap_listener: socket.socket | None = None
+    transport: TransportIdentity | None = None
 
 
 class PrefillNode:
@@ -70,11 +77,14 @@ class PrefillNode:
         """Tries the transport and opens the bootstrap port. Raises what either raises."""
         self._loop = asyncio.get_running_loop()
         parts, layout = self._parts, self._parts.arena.layout
+        transport = self._settings.transport
+        if transport is None:
+            transport = await asyncio.to_thread(_describe_transport, parts.make_transport)
         manifest = build_manifest(
             "prefill",
             self.incarnation,
             parts.identity,
-            await asyncio.to_thread(_describe_transport, parts.make_transport),
+            transport,
             layout,
             parts.arena.ptr,
             spec_tokens=self._settings.spec_tokens,
@@ -96,8 +106,9 @@ class PrefillNode:
             self._settings.guard,
             Outbox(parts.faults),
         )
-        await bootstrap.start(self._settings.bootstrap_host, self._settings.bootstrap_port)
-        desk.pairing.address = join_address(self._settings.bootstrap_host, bootstrap.port)
+        settings = self._settings
+        await bootstrap.start(settings.bootstrap_host, settings.bootstrap_port, settings.bootstrap_listener)
+        desk.pairing.address = join_address(settings.bootstrap_host, bootstrap.port)
         self._ticker = ticker = asyncio.create_task(tick_for_ever(self.role, desk), name="prefill ticker")
         self._supervisor.watch(lambda: [ticker, *bootstrap.tasks, *desk.threads])
 
