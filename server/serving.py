@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import signal
@@ -24,6 +25,7 @@ from server.engine.engine import Engine
 from server.engine.events import Event
 from server.engine.request import Backend
 from server.launch import Groundwork
+from server.threads import call_in_thread
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,9 @@ async def serve(node: Node, ground: Groundwork, *, spec_tokens: int = 0, cold_dr
     host, port = listener.getsockname()[:2]
     server, signals = _Server(_http_config(node, ground)), _Signals()
     async with _running(node, engine):
+        # What is loaded stays: a full collection, which any large request brings on, would hold the event loop for a
+        # quarter of a second to look at it all again.
+        gc.freeze()
         log.info("%s node serves http://%s:%d", node.role, host, port)
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
         await _until(lambda: signals.n_seen > 0 or serving.done() or not node.alive()[0])
@@ -140,7 +145,7 @@ async def _running(node: Node, engine: Engine) -> AsyncIterator[None]:
         yield
     finally:
         await node.stop()
-        await asyncio.to_thread(engine.stop)
+        await call_in_thread("stop engine", engine.stop)
 
 
 async def _drain(node: Node, signals: _Signals, timeout_s: float) -> None:

@@ -20,6 +20,7 @@ from server.node.supervisor import Supervisor
 from server.node.ticker import tick_for_ever
 from server.prefill.desk import RoomDesk
 from server.prefill.reception import Reception
+from server.threads import call_in_thread
 from server.transfer.addresses import join_address
 from server.transfer.bootstrap import Bootstrap, DecodePeer
 from server.transfer.engines.base import TransferEngine
@@ -74,7 +75,7 @@ class PrefillNode:
             "prefill",
             self.incarnation,
             parts.identity,
-            await asyncio.to_thread(_describe_transport, parts.make_transport),
+            await call_in_thread("try transport", _describe_transport, parts.make_transport),
             layout,
             parts.arena.ptr,
             spec_tokens=self._settings.spec_tokens,
