@@ -6,32 +6,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
 
 from server.api.fields import ignored_header
 from server.api.generations import Answer
 from server.api.logprobs import finite, token_key
 from server.api.schemas import CompletionRequest
-from server.api.serving import check_model, check_token_id, serve
-from server.api.tokenizing import encode
+from server.api.serving import check_model, check_shape, serve
+from server.api.streaming import until_disconnect
+from server.api.tokenizing import PromptReader
 from server.engine.request import Backend, TokenizerLike, TokenLogprob, TokenOutput
 
 
-def completions_router(backend: Backend) -> APIRouter:
-    router = APIRouter()
+def completions_router(backend: Backend, reader: PromptReader, route_class: type[APIRoute]) -> APIRouter:
+    """``route_class`` bounds the body; see :func:`~server.api.bodies.bounded_route`."""
+    router = APIRouter(route_class=route_class)
 
     @router.post("/v1/completions", response_model=None)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues each prompt."""
         check_model(backend, body.model)
-        prompts = []
-        for prompt in body.prompt:
-            if isinstance(prompt, str):
-                prompts.append(await encode(backend.tokenizer, prompt))
-            else:
-                for token_id in prompt:
-                    check_token_id(backend, token_id, "prompt")
-                prompts.append(prompt)
-        writer = CompletionWriter(backend.tokenizer, _echoes(body, backend.tokenizer))
+        check_shape(backend, body, len(body.prompt))
+        prompts = await until_disconnect(request.receive, reader.read(body.prompt, "prompt"))
+        echoes = await until_disconnect(request.receive, _echoes(body, prompts, reader))
+        writer = CompletionWriter(backend.tokenizer, echoes)
         response = await serve(request, backend, body, prompts, writer, prompt_field="prompt")
         response.headers.update(ignored_header(body.ignored))
         return response
@@ -39,11 +37,12 @@ def completions_router(backend: Backend) -> APIRouter:
     return router
 
 
-def _echoes(body: CompletionRequest, tokenizer: TokenizerLike) -> list[str]:
+async def _echoes(body: CompletionRequest, prompts: Sequence[list[int]], reader: PromptReader) -> list[str]:
     """For every generation the text that its answer begins with."""
     if not body.echo:
         return [""] * (len(body.prompt) * body.n_samples)
-    texts = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in body.prompt]
+    decoded = iter(await reader.decode([ids for ids, given in zip(prompts, body.prompt, strict=True) if ids is given]))
+    texts = [given if isinstance(given, str) else next(decoded) for given in body.prompt]
     return [text for text in texts for _ in range(body.n_samples)]
 
 

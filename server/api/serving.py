@@ -21,6 +21,7 @@ from server.engine.request import (
     PREFILL_ROLE,
     Backend,
     GenerationRequest,
+    NamedRoom,
     RequestFailed,
     RouteInfo,
     SamplingParams,
@@ -114,31 +115,42 @@ async def serve(
     return JSONResponse(content, headers=headers)
 
 
-def _requests(
-    backend: Backend, body: GenerationFields, prompts: Sequence[Sequence[int]], response_id: str, prompt_field: str
-) -> list[GenerationRequest]:
-    """One request for every sample of every prompt, samples of one prompt side by side. Sample i has seed + i."""
-    n_generations = len(prompts) * body.n_samples
+def check_shape(backend: Backend, body: GenerationFields, n_prompts: int) -> list[NamedRoom | None]:
+    """Checks how many generations there are and where they may run, which costs nothing, and returns their rooms.
+
+    It comes before anything that looks at the prompts: a prefill node may not even read a request without a room.
+
+    :raises InvalidRequest: names the field that is wrong.
+    """
+    n_generations = n_prompts * body.n_samples
     if n_generations > MAX_GENERATIONS:
         raise InvalidRequest("n", f"{n_generations} generations (prompts times n) are more than {MAX_GENERATIONS}.")
     for token_id in body.stop_token_ids or ():
         check_token_id(backend, token_id, "stop_token_ids")
-    rooms = named_rooms(
+    return named_rooms(
         body.bootstrap_host,
         body.bootstrap_port,
         body.bootstrap_room,
-        n_prompts=len(prompts),
+        n_prompts=n_prompts,
         n_samples=body.n_samples,
         on_prefill=backend.role == PREFILL_ROLE,
     )
+
+
+def _requests(
+    backend: Backend, body: GenerationFields, prompts: Sequence[Sequence[int]], response_id: str, prompt_field: str
+) -> list[GenerationRequest]:
+    """One request for every sample of every prompt, samples of one prompt side by side. Sample i has seed + i."""
+    rooms = check_shape(backend, body, len(prompts))
     requests: list[GenerationRequest] = []
     for ids in prompts:
         sampling = _fit_context(backend, body, len(ids), prompt_field)
+        prompt_ids = tuple(ids)  # one for all samples
         for sample in range(body.n_samples):
             seed = None if sampling.seed is None else (sampling.seed + sample + _INT64) % (2 * _INT64) - _INT64
             sample_id = f"{response_id}-{len(requests)}"
             named = rooms[len(requests)]
-            requests.append(GenerationRequest(sample_id, tuple(ids), replace(sampling, seed=seed), named))
+            requests.append(GenerationRequest(sample_id, prompt_ids, replace(sampling, seed=seed), named))
     return requests
 
 

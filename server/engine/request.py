@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -140,21 +140,61 @@ class Generation(Protocol):
     def abort(self) -> None: ...
 
 
+@dataclass(eq=False)
+class EncodingJob:
+    """Texts to tokenize in one go. Set ``cancelled`` from any thread: nobody waits for the ids any more."""
+
+    texts: Sequence[str]
+    add_special_tokens: bool = True
+    cancelled: bool = False
+
+
+class EncoderProcess(Protocol):
+    """Another process that tokenizes, so that a text can be given up. Blocking: for a thread of its own."""
+
+    def start(self) -> None:
+        """Makes ready now what :meth:`encode` would else start."""
+        ...
+
+    def encode(self, job: EncodingJob) -> list[list[int]]:
+        """Ids of each text, with special tokens where the job asks for them.
+
+        Raises :class:`RequestFailed`: the process ended, or the job is cancelled.
+        """
+        ...
+
+    def cancel(self, job: EncodingJob) -> None:
+        """Ends ``job`` by ending the process; the next job starts another. May be called from any thread."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class TokenizerLike(Protocol):
     """What the API needs from a tokenizer (``server.engine.tokenizer.Tokenizer`` is the real one)."""
 
     vocab_size: int
     eos_token_ids: frozenset[int]
+    chars_per_token: int | None
+    """The most characters that one token stands for; None if there is no such number."""
 
     def encode(self, text: str) -> list[int]: ...
 
-    def decode(self, ids: list[int]) -> str: ...
+    def encode_rendered(self, text: str) -> list[int]: ...
+
+    def with_one_bos(self, ids: list[int]) -> list[int]: ...
+
+    def process(self) -> EncoderProcess: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
 
     def token_text(self, token_id: int) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]: ...
+    def render_chat(
+        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool = True
+    ) -> str: ...
 
     def template_reads(self, name: str) -> bool:
         """Whether the chat template may read a variable or a message's field of this name."""
