@@ -65,9 +65,11 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    completes_prompt: bool = False
 
     def add(self, output: TokenOutput) -> None:
         self.text += output.text
+        self.completes_prompt |= output.completes_prompt
         self.logprobs.extend(output.logprobs)
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason

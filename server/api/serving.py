@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -9,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import xxhash
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
@@ -26,8 +28,6 @@ from server.engine.request import (
     SamplingParams,
     TokenOutput,
 )
-
-_INT64 = 1 << 63
 
 
 class ChoiceWriter(Protocol):
@@ -117,7 +117,7 @@ async def serve(
 def _requests(
     backend: Backend, body: GenerationFields, prompts: Sequence[Sequence[int]], response_id: str, prompt_field: str
 ) -> list[GenerationRequest]:
-    """One request for every sample of every prompt, samples of one prompt side by side. Sample i has seed + i."""
+    """One request for every sample of every prompt, samples of one prompt side by side."""
     n_generations = len(prompts) * body.n_samples
     if n_generations > MAX_GENERATIONS:
         raise InvalidRequest("n", f"{n_generations} generations (prompts times n) are more than {MAX_GENERATIONS}.")
@@ -135,11 +135,21 @@ def _requests(
     for ids in prompts:
         sampling = _fit_context(backend, body, len(ids), prompt_field)
         for sample in range(body.n_samples):
-            seed = None if sampling.seed is None else (sampling.seed + sample + _INT64) % (2 * _INT64) - _INT64
+            seed = None if sampling.seed is None else sample_seed(sampling.seed, sample)
             request_id = f"{response_id}-{len(requests)}"
             named = rooms[len(requests)]
             requests.append(GenerationRequest(request_id, tuple(ids), replace(sampling, seed=seed), named))
     return requests
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """The seed (int64) of one sample of a prompt. The first has ``seed`` itself; the others have a hash of it and of their
+    index, so that seeds that lie side by side share no samples.
+    """
+    if sample == 0:
+        return seed
+    digest = xxhash.xxh3_64_intdigest(struct.pack("<qQ", seed, sample))
+    return digest - (1 << 64) if digest >> 63 else digest
 
 
 def check_token_id(backend: Backend, token_id: int, field: str) -> None:

@@ -25,6 +25,8 @@ class Script:
     """What the next generations do."""
 
     answer: str = "Tom has 42 äpfel 🦊"
+    answer_ids: list[int] | None = None
+    """Instead of ``answer``."""
     refuse: RequestFailed | None = None
     refuse_from: int = 0
     """Index of the first submitted request that is refused."""
@@ -62,7 +64,8 @@ class FakeGeneration:
 
     async def __aiter__(self) -> AsyncIterator[TokenOutput]:
         processor = OutputProcessor(self.tokenizer, self.request.sampling, self.request.prompt_ids)
-        ids = [*self.tokenizer.encode(self.script.answer)[1:], 1]
+        ids = self.script.answer_ids
+        ids = [*(self.tokenizer.encode(self.script.answer)[1:] if ids is None else ids), 1]
         for n_done in range(0, len(ids), self.script.tokens_a_step):
             await asyncio.sleep(0)
             if self.script.hang_after is not None and n_done >= self.script.hang_after:
