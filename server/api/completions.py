@@ -52,7 +52,7 @@ def _echoes(body: CompletionRequest, tokenizer: TokenizerLike) -> list[Echo]:
 
 @dataclass
 class Echo:
-    """The prompt's text before an answer. Token ids may end inside a character: ``tail`` is the U+FFFD in its place, which
+    """The prompt's text before an answer. Token ids may end inside a character: ``tail`` is the U+FFFD in its place. It
     is dropped if the answer finishes that character.
     """
 

@@ -143,8 +143,8 @@ def _requests(
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """The seed (int64) of one sample of a prompt. The first has ``seed`` itself; the others have a hash of it and of their
-    index, so that seeds that lie side by side share no samples.
+    """The seed (int64) of one sample of a prompt. The first has ``seed`` itself; the others have a hash of it and of
+    their index, so that seeds that lie side by side share no samples.
     """
     if sample == 0:
         return seed
