@@ -10,6 +10,7 @@ from server.api.completions import completions_router
 from server.api.errors import install_error_handlers
 from server.api.info import info_router, models_router
 from server.api.middleware import ApiKey, BodyLimit, ResponseCount
+from server.api.streaming import StreamTimes
 from server.engine.request import Backend
 
 MAX_BODY_NBYTES = 8 << 20
@@ -22,6 +23,7 @@ def create_app(
     max_body_nbytes: int = MAX_BODY_NBYTES,
     version: str = "0.1.0",
     api_key: str | None = None,
+    stream_times: StreamTimes = StreamTimes(),  # noqa: B008 - frozen
 ) -> FastAPI:
     """The routes for ``backend``. Those of a prefill node are the same; it refuses requests that name no room.
 
@@ -33,6 +35,7 @@ def create_app(
         version=version,
         responses={"4XX": {"description": "The request's fault"}, "5XX": {"description": "The server's fault"}},
     )
+    app.state.stream_times = stream_times
     install_error_handlers(app)
     app.add_middleware(BodyLimit, max_nbytes=max_body_nbytes)
     if api_key is not None:

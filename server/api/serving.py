@@ -5,10 +5,10 @@ from __future__ import annotations
 import struct
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import xxhash
 from fastapi import Request, Response
@@ -18,7 +18,7 @@ from server.api.errors import InvalidRequest
 from server.api.generations import Answer, Generations, Usage
 from server.api.named_rooms import MAX_GENERATIONS, named_rooms
 from server.api.schemas import GenerationFields
-from server.api.streaming import EventStream, until_disconnect
+from server.api.streaming import EventStream, StreamTimes, until_disconnect
 from server.engine.request import (
     PREFILL_ROLE,
     Backend,
@@ -28,6 +28,8 @@ from server.engine.request import (
     SamplingParams,
     TokenOutput,
 )
+
+T = TypeVar("T")
 
 
 class ChoiceWriter(Protocol):
@@ -86,29 +88,35 @@ async def serve(
 ) -> Response:
     """Generates ``n`` samples for each of ``prompts`` (token ids) and answers whole or as a stream.
 
-    The head of the answer waits until every prompt is computed and committed on this node: its headers name the prefill
-    node and the rooms, and what fails until then is a status code. Only a stream whose room a router named, on a decode
-    node, fails as an error event: routers cut short the body of any other status.
+    The headers of the answer name the prefill node and the rooms. What fails before the head is out is a status code:
+    a stream's head waits for the first token of any sample, but not for long (:class:`~.streaming.StreamTimes`), except
+    on a prefill node, whose whole answer is one token. If a prompt is still not committed then, the headers say nothing
+    of it. A stream's last chunk tells what headers can, in ``pd``. Only a stream whose room a router named, on a decode
+    node, always fails as an error event: routers cut short the body of any other status.
     """
     envelope = Envelope(id=f"{writer.id_prefix}{uuid.uuid4().hex}", created=int(time.time()), model=backend.model_name)
     requests = _requests(backend, body, prompts, envelope.id, prompt_field)
     usage = Usage(prompt_tokens=sum(len(ids) for ids in prompts))
     generations = Generations(backend, requests)
-    is_routed_stream = bool(body.stream) and requests[0].named is not None and backend.role != PREFILL_ROLE
+    is_at_prefill = backend.role == PREFILL_ROLE
     try:
-        headers = _route_headers(await until_disconnect(request.receive, generations.routes()))
         if body.stream:
-            chunks = _chunks(generations, body, writer, envelope, usage)
-            return EventStream(chunks, headers=headers, on_end=generations.abort)
+            times: StreamTimes = request.app.state.stream_times
+            items = generations.outputs_and_pauses(None if is_at_prefill else times.head_s, times.comment_s)
+            first = await until_disconnect(request.receive, _first(items))
+            headers = _route_headers(generations.routes)
+            chunks = Chunks(generations, len(requests), body, writer, envelope, usage, times.comment_s)
+            return EventStream(chunks.made_of(first, items), headers=headers, on_end=generations.abort)
         answers = await until_disconnect(request.receive, _collect(generations, len(requests), usage))
     except RequestFailed as failure:
         generations.abort()
-        if not is_routed_stream:
+        if not body.stream or requests[0].named is None or is_at_prefill:
             raise
         return EventStream(_only(failure), headers={}, on_end=generations.abort)
     except BaseException:
         generations.abort()
         raise
+    headers = _route_headers(generations.routes)
     choices = [writer.choice(index, answer) for index, answer in enumerate(answers)]
     content = envelope.wrap(writer.object_name, choices) | {"usage": usage.as_dict()}
     return JSONResponse(content, headers=headers)
@@ -196,11 +204,13 @@ def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt
     return sampling
 
 
-def _route_headers(routes: Sequence[RouteInfo]) -> dict[str, str]:
+def _route_headers(routes: Sequence[RouteInfo] | None) -> dict[str, str]:
     """``x-pd-prefill``: who computed the prompts (each once); ``x-pd-room``: one room for every generation, if any;
     ``x-pd-draft-state``: with speculation, where the draft's window came from. ``x-pd-retries``: how often a prompt was
-    computed by another prefill node because one had failed, if ever.
+    computed by another prefill node because one had failed, if ever. Nothing while that is not known.
     """
+    if routes is None:
+        return {}
     headers = {"x-pd-prefill": ",".join(dict.fromkeys(route.prefill for route in routes))}
     rooms = [str(route.room) for route in routes if route.room is not None]
     if rooms:
@@ -210,6 +220,11 @@ def _route_headers(routes: Sequence[RouteInfo]) -> dict[str, str]:
     if n_retries := sum(route.n_retries for route in routes):
         headers["x-pd-retries"] = str(n_retries)
     return headers
+
+
+def pd_object(headers: Mapping[str, str]) -> dict[str, str]:
+    """What the ``x-pd-`` headers of an answer say, for its body: ``{"prefill", "room", ...}``."""
+    return {name.removeprefix("x-pd-").replace("-", "_"): value for name, value in headers.items()}
 
 
 async def _only(failure: RequestFailed) -> AsyncGenerator[dict[str, Any]]:
@@ -229,20 +244,66 @@ async def _collect(generations: Generations, n_generations: int, usage: Usage) -
     return answers
 
 
-async def _chunks(
-    generations: Generations, body: GenerationFields, writer: ChoiceWriter, envelope: Envelope, usage: Usage
-) -> AsyncGenerator[dict[str, Any]]:
-    """The chunks of a stream, and the usage chunk (without choices) where it was asked for."""
-    options = body.stream_options
-    include_usage = options is not None and bool(options.include_usage)
-    continuous = options is not None and bool(options.continuous_usage_stats)
-    async with aclosing(generations.outputs()) as outputs:
-        async for index, output in outputs:
-            usage.add(output)
-            for choice in writer.chunk_choices(index, output):
-                chunk = envelope.wrap(writer.chunk_object_name, [choice])
-                if include_usage or continuous:
-                    chunk["usage"] = usage.as_dict() if continuous else None
-                yield chunk
-    if include_usage:
-        yield envelope.wrap(writer.chunk_object_name, []) | {"usage": usage.as_dict()}
+async def _first(items: AsyncGenerator[T]) -> T:
+    return await anext(items)
+
+
+@dataclass
+class Chunks:
+    """The chunks of one stream. ``n_open`` generations have not ended yet."""
+
+    generations: Generations
+    n_open: int
+    body: GenerationFields
+    writer: ChoiceWriter
+    envelope: Envelope
+    usage: Usage
+    silence_s: float
+
+    async def made_of(
+        self, first: tuple[int, TokenOutput] | None, rest: AsyncGenerator[tuple[int, TokenOutput] | None]
+    ) -> AsyncGenerator[dict[str, Any] | None]:
+        """The chunks for these outputs, and the usage chunk (without choices) where it was asked for. None stands for a
+        comment: where nothing came, and where what came had nothing to tell for ``silence_s``.
+        """
+        told = time.monotonic()
+        async with aclosing(rest):
+            async for item in _all(first, rest):
+                chunks = [] if item is None else self._chunks(*item)
+                for chunk in chunks:
+                    yield chunk
+                if not chunks:
+                    if item is not None and time.monotonic() - told < self.silence_s:
+                        continue
+                    yield None
+                told = time.monotonic()
+        if self._includes_usage:
+            last = self.envelope.wrap(self.writer.chunk_object_name, [])
+            yield last | {"usage": self.usage.as_dict(), "pd": self._pd()}
+
+    def _chunks(self, index: int, output: TokenOutput) -> list[dict[str, Any]]:
+        self.usage.add(output)
+        choices = self.writer.chunk_choices(index, output)
+        chunks = [self.envelope.wrap(self.writer.chunk_object_name, [choice]) for choice in choices]
+        options = self.body.stream_options
+        is_continuous = options is not None and bool(options.continuous_usage_stats)
+        if self._includes_usage or is_continuous:
+            for chunk in chunks:
+                chunk["usage"] = self.usage.as_dict() if is_continuous else None
+        self.n_open -= output.finish_reason is not None
+        if not self.n_open and not self._includes_usage:
+            chunks[-1]["pd"] = self._pd()
+        return chunks
+
+    @property
+    def _includes_usage(self) -> bool:
+        return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
+
+    def _pd(self) -> dict[str, str]:
+        return pd_object(_route_headers(self.generations.routes))
+
+
+async def _all(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    yield first
+    async for item in rest:
+        yield item

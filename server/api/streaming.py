@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import Response
@@ -18,6 +19,19 @@ from server.engine.request import RequestFailed
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_COMMENT = b": waiting\n\n"
+"""What every reader of server-sent events skips. It keeps proxies and clients from taking silence for an end."""
+
+
+@dataclass(frozen=True)
+class StreamTimes:
+    """When a stream speaks that has no token yet. ``head_s``: its status line waits for the first token or failure, but
+    no longer. ``comment_s``: from then on a comment whenever it was silent for so long. Seconds.
+    """
+
+    head_s: float = 2.0
+    comment_s: float = 5.0
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -46,7 +60,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A streamed answer: one server-sent event for every chunk, then ``[DONE]``.
+    """A streamed answer: one server-sent event for every chunk (for None a comment), then ``[DONE]``.
 
     The status line is out before the first chunk is made, so an error from ``chunks`` becomes an error event, and the
     stream ends without ``[DONE]``. ``on_end`` is called on every way out; that the client has gone away is noticed
@@ -57,7 +71,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        chunks: AsyncGenerator[dict[str, Any]],
+        chunks: AsyncGenerator[dict[str, Any] | None],
         *,
         headers: Mapping[str, str],
         on_end: Callable[[], None],
@@ -86,7 +100,7 @@ class EventStream(Response):
         try:
             async with aclosing(self._chunks) as chunks:
                 async for chunk in chunks:
-                    yield _event(chunk)
+                    yield _COMMENT if chunk is None else _event(chunk)
         except RequestFailed as failure:
             yield _event(failure_body(failure))
         except Exception as error:

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from server.api import create_app
+from server.api.streaming import StreamTimes
 from server.engine.tokenizer import Tokenizer
 from tests.api.byte_bpe import write_tokenizer_dir
 from tests.api.fakes import FakeBackend
@@ -33,8 +34,13 @@ def registry() -> CollectorRegistry:
 
 
 @pytest.fixture
-def app(backend: FakeBackend, registry: CollectorRegistry) -> FastAPI:
-    return create_app(backend, registry, max_body_nbytes=100_000)
+def stream_times() -> StreamTimes:
+    return StreamTimes()
+
+
+@pytest.fixture
+def app(backend: FakeBackend, registry: CollectorRegistry, stream_times: StreamTimes) -> FastAPI:
+    return create_app(backend, registry, max_body_nbytes=100_000, stream_times=stream_times)
 
 
 @pytest.fixture
