@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +23,7 @@ from server.api.streaming import EventStream, StreamTimes, until_disconnect
 from server.engine.request import (
     PREFILL_ROLE,
     Backend,
+    FinishReason,
     GenerationRequest,
     RequestFailed,
     RouteInfo,
@@ -89,10 +91,13 @@ async def serve(
     """Generates ``n`` samples for each of ``prompts`` (token ids) and answers whole or as a stream.
 
     The headers of the answer name the prefill node and the rooms. What fails before the head is out is a status code:
-    a stream's head waits for the first token of any sample, but not for long (:class:`~.streaming.StreamTimes`), except
-    on a prefill node, whose whole answer is one token. If a prompt is still not committed then, the headers say nothing
-    of it. A stream's last chunk tells what headers can, in ``pd``. Only a stream whose room a router named, on a decode
-    node, always fails as an error event: routers cut short the body of any other status.
+    a stream's head waits for the first token of any sample, but not for long (:class:`~.streaming.StreamTimes`). If a
+    prompt is still not committed then, the headers say nothing of it. A stream's last chunk tells what headers can, in
+    ``pd``. Only a stream whose room a router named, on a decode node, always fails as an error event: routers cut short
+    the body of any other status.
+
+    A prefill node's stream has an end when its head has to go out, with the tokens that there are: routers read it to
+    its end before they relay anything of the decode node's, and the rooms go on without it.
     """
     envelope = Envelope(id=f"{writer.id_prefix}{uuid.uuid4().hex}", created=int(time.time()), model=backend.model_name)
     requests = _requests(backend, body, prompts, envelope.id, prompt_field)
@@ -102,11 +107,13 @@ async def serve(
     try:
         if body.stream:
             times: StreamTimes = request.app.state.stream_times
-            items = generations.outputs_and_pauses(None if is_at_prefill else times.head_s, times.comment_s)
-            first = await until_disconnect(request.receive, _first(items))
+            items, on_end = generations.outputs_and_pauses(times.head_s, times.comment_s), generations.abort
+            if is_at_prefill:
+                items, on_end = _first_tokens(generations, len(requests), times.head_s), _nothing
+            first = await until_disconnect(request.receive, anext(items))
             headers = _route_headers(generations.routes)
             chunks = Chunks(generations, len(requests), body, writer, envelope, usage, times.comment_s)
-            return EventStream(chunks.made_of(first, items), headers=headers, on_end=generations.abort)
+            return EventStream(chunks.made_of(first, items), headers=headers, on_end=on_end)
         answers = await until_disconnect(request.receive, _collect(generations, len(requests), usage))
     except RequestFailed as failure:
         generations.abort()
@@ -244,8 +251,21 @@ async def _collect(generations: Generations, n_generations: int, usage: Usage) -
     return answers
 
 
-async def _first(items: AsyncGenerator[T]) -> T:
-    return await anext(items)
+async def _first_tokens(
+    generations: Generations, n_generations: int, within_s: float
+) -> AsyncGenerator[tuple[int, TokenOutput] | None]:
+    """What a prefill node answers: the token of every generation, and of those that have none ``within_s`` the end."""
+    found: dict[int, TokenOutput] = {}
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s), aclosing(generations.outputs()) as outputs:
+            async for index, output in outputs:
+                found.setdefault(index, output)
+    for index in range(n_generations):
+        yield index, found.get(index, TokenOutput((), "", finish_reason=FinishReason.LENGTH))
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,14 +34,14 @@ class StreamTimes:
     comment_s: float = 5.0
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """The result of ``work``, which is cancelled as soon as the client closes the connection.
 
     The request's body must have been read.
 
     :raises ClientDisconnected: the client went first.
     """
-    task = asyncio.create_task(work)
+    task = asyncio.create_task(_awaited(work))
     watcher = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
@@ -52,6 +52,10 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
         watcher.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _awaited(work: Awaitable[T]) -> T:
+    return await work
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -158,16 +158,29 @@ def test_a_failure_of_one_sample_is_known_while_the_prompt_of_another_waits(
 
 
 @hasty
-def test_a_prefill_node_holds_its_head_so_that_a_router_sees_its_failure(server_url: str, backend: FakeBackend) -> None:
-    """Its answer is one token: there is nothing to stream, and what a router retries is a status."""
+def test_a_prefill_nodes_stream_ends_when_its_head_has_to_go_out(server_url: str, backend: FakeBackend) -> None:
+    """Routers read it to its end before they relay the decode node's first byte. The rooms go on."""
     backend.role = "prefill"
-    backend.script.waiting, backend.script.failing = {0, 1}, {0: LATE}
-    threading.Timer(10 * HASTY.head_s, backend.script.waiting.clear).start()
+    backend.script.waiting = {1}
+    with streamed(server_url, bootstrap_room=5, n=2) as stream:
+        assert stream.response.status_code == 200
+        *chunks, done = stream.rest()
+    assert done == "[DONE]"
+    assert texts(chunks) in ({0: "To", 1: ""}, {0: "", 1: ""})
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == ["length", "length"]
+    assert not any(generation.aborted for generation in backend.generations)
+
+
+@patient
+def test_a_prefill_node_says_by_status_what_fails_before(server_url: str, backend: FakeBackend) -> None:
+    backend.role = "prefill"
+    backend.script.waiting, backend.script.failing = {0}, {0: LATE}
+    threading.Timer(0.1, backend.script.waiting.clear).start()
     with streamed(server_url, bootstrap_room=5) as stream:
         assert stream.response.status_code == 504
+    wait_until_aborted(backend)
     with streamed(server_url, bootstrap_room=5) as stream:
-        assert stream.response.status_code == 200
-        assert stream.rest()[-1] == "[DONE]"
+        assert texts(stream.rest()[:-1])[0] != ""
 
 
 @pytest.mark.parametrize("stream_times", [StreamTimes(head_s=60.0, comment_s=0.1)], ids=["comments"])
