@@ -154,6 +154,8 @@ class Generations:
 
 async def _within(seconds: float | None, queue: asyncio.Queue[T]) -> T | None:
     """The queue's next item; None if nothing comes within ``seconds`` (None: waits for ever)."""
+    if seconds is None or not queue.empty():
+        return await queue.get()
     try:
         async with asyncio.timeout(seconds):
             return await queue.get()

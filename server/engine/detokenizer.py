@@ -51,7 +51,8 @@ class Detokenizer:
         before = self._text
         self._window.append(token_id)
         text = self._text = self._decode(self._window)
-        self._find_context()
+        if self._context is not None:
+            self._find_context(self._context)
         self._find_offset(token_id, before)
         n_open = len(text) - len(text.rstrip(REPLACEMENT))
         if n_open and len(self._window) - self._settled_tokens > _STALLED_TOKENS:
@@ -77,21 +78,19 @@ class Detokenizer:
                 return window
         return list(ids[-_CONTEXT_TOKENS:])
 
-    def _find_context(self) -> None:
+    def _find_context(self, context: Sequence[int]) -> None:
         """How much of the window's text is the context's: all that it had, less a character that is finished only now
         (bytes that are no character by themselves may be spelt otherwise as well).
         """
-        if self._context is None:
-            return
-        for n_tokens in range(len(self._context), -1, -1):
-            part = self._decode(self._context[:n_tokens])
+        for n_tokens in range(len(context), -1, -1):
+            part = self._decode(context[:n_tokens])
             if self._text.startswith(part):
                 self._given = len(part)
-                self.completes_context = n_tokens < len(self._context)
+                self.completes_context = n_tokens < len(context)
                 return
 
     def _find_offset(self, token_id: int, before: str) -> None:
-        place = _n_common(before, self._text)
+        place = len(before) if self._text.startswith(before) else _n_common(before, self._text)
         if place == len(before) and before.endswith(REPLACEMENT):
             begins_broken = self._decode([token_id]).startswith(REPLACEMENT)
             if begins_broken and not self._text.startswith(REPLACEMENT, place):

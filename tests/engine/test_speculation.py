@@ -164,10 +164,8 @@ def test_drafts_that_stand_behind_the_end_are_not_counted(
     one, n_cut = harness(5), 0
     for last in range(1, 13):
         token = answer[last]
-        value = {"stop_token_ids": (token,), "stop": (tokenizer.decode([token]) or "none",), "max_tokens": last + 1}[
-            end
-        ]
-        (ending,) = requests([30], **{end: value})
+        values = {"stop_token_ids": (token,), "stop": (tokenizer.decode([token]) or "none",), "max_tokens": last + 1}
+        (ending,) = requests([30], **{end: values[end]})
         steps = [e.output for e in one.generate([ending]) if isinstance(e, Output)]
         assert [o.n_accepted for o in steps] == [len(o.token_ids) - 1 for o in steps]
         n_cut += 1 <= steps[-1].n_accepted < steps[-1].n_proposed
