@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,9 +13,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 
+from server.api.http_limits import HttpLimits
 from server.api.streaming import StreamTimes
 from server.engine.request import RequestFailed
+from tests.api.conftest import serving
 from tests.api.fakes import FakeBackend
 from tests.api.test_completions import ANSWER
 
@@ -209,3 +214,24 @@ def test_a_client_that_leaves_while_its_prompt_waits_ends_it(server_url: str, ba
     with streamed(server_url, n=2) as stream:
         assert stream.line() == COMMENT
     wait_until_aborted(backend)
+
+
+def test_a_client_that_does_not_read_its_stream_ends_it(
+    app: FastAPI, registry: CollectorRegistry, backend: FakeBackend
+) -> None:
+    """What it does not read would wait here, for every such client."""
+    backend.max_context, backend.script.answer = 10**6, "Tom has 42 " * 20_000
+    with serving(app, registry, HttpLimits(write_timeout_s=0.2)) as url, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 900_000}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        )
+        client.sendall(head.encode() + b"\r\n\r\n" + body)
+        end = time.monotonic() + TIMEOUT_S
+        while not backend.generations:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        wait_until_aborted(backend)
+        assert backend.generations[0].aborted, "and not because it was read to its end"
