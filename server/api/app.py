@@ -18,6 +18,7 @@ from server.api.info import info_router, models_router
 from server.api.lanes import Lane, LaneLimits
 from server.api.middleware import ApiKey, HeadAsGet, ResponseCount, WholeBody
 from server.api.request_id import RequestId
+from server.api.streaming import StreamTimes
 from server.api.tokenizing import PromptReader
 from server.engine.request import Backend
 
@@ -31,6 +32,7 @@ def create_app(
     version: str = "0.1.0",
     api_key: str | None = None,
     cors_origins: Sequence[str] = (),
+    stream_times: StreamTimes = StreamTimes(),  # noqa: B008 - frozen
 ) -> FastAPI:
     """The routes for ``backend``. Those of a prefill node are the same; it refuses requests that name no room.
 
@@ -57,6 +59,7 @@ def create_app(
         redoc_url=None,
         responses={"4XX": {"description": "The request's fault"}, "5XX": {"description": "The server's fault"}},
     )
+    app.state.stream_times = stream_times
     install_error_handlers(app)
     app.add_middleware(WholeBody)
     if api_key is not None:

@@ -88,11 +88,16 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The chosen token's log probability and the most likely alternatives at that position, best first."""
+    """The chosen token's log probability and the most likely alternatives at that position, best first.
+
+    ``text_offset`` is where the token's text begins in the answer's text, in characters; for a part of a character,
+    where that character is. The output processor sets it.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    text_offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,8 +105,11 @@ class TokenOutput:
     """What one engine step adds to one request. ``finish_reason`` is set on the last output only.
 
     ``text`` is the part of the answer that is now certain (never half a character, never part of a stop string).
-    ``logprobs`` has one entry per token id when they were asked for, else it is empty. Of ``n_proposed`` drafted tokens
-    of the step ``n_accepted`` stood (both 0 without speculation).
+    ``logprobs``, if they were asked for, has the next tokens' entries whose place in the text is certain: mostly one
+    for each of ``token_ids``, and with the last output all that are left. ``completes_prompt``: the text begins with a
+    character that the prompt had left unfinished, and takes the place of the U+FFFD that the prompt's text ends with.
+    Of ``n_proposed`` drafted tokens of the step ``n_accepted`` stood and were given out beside the step's own one (both
+    0 without speculation).
     """
 
     token_ids: tuple[int, ...]
@@ -111,6 +119,7 @@ class TokenOutput:
     stop_reason: str | int | None = None
     n_proposed: int = 0
     n_accepted: int = 0
+    completes_prompt: bool = False
 
 
 @dataclass(frozen=True)
