@@ -120,12 +120,15 @@ class Groundwork:
 
     def _model_facts(self) -> dict[str, Any]:
         """What ``/server_info`` and ``/model_info`` say of the model, in the field names that routers ask for."""
+        n_default = min(self.tokenizer.sampling_defaults.max_tokens, self.max_context - 1)
         return {
             "model_path": str(self.options.model.resolve()),
             "tokenizer_path": str(self.options.model.resolve()),
             "model_type": "deepseek_v4",
             "architectures": ["DeepseekV4ForCausalLM"],
             "draft": self.runner.drafts,
+            "default_max_tokens": n_default,
+            "default_max_tokens_pages": self.parts.allocator.pages_for(n_default),
         }
 
 
@@ -154,8 +157,9 @@ def lay_groundwork(
     )
     arena = Arena(ArenaLayout.from_geometry(geometry), options.device, poison=options.poison)
     allocator = Allocator(geometry, permute_seed=options.permute_ids)
-    tokenizer = Tokenizer.load(options.model)
-    max_context = min(model.config.max_position_embeddings, allocator.capacity_tokens)
+    tokenizer = Tokenizer.load(options.model, default_max_tokens=options.limits.default_max_tokens)
+    # a request also needs room for the tokens drafted behind its last one
+    max_context = min(model.config.max_position_embeddings, allocator.capacity_tokens - spec_tokens)
     log.info(
         "%s: %d state components in an arena of %.1f MiB, context %d tokens",
         options.served_model_name,
