@@ -133,12 +133,15 @@ class Groundwork:
 
     def _model_facts(self) -> dict[str, Any]:
         """What ``/server_info`` and ``/model_info`` say of the model, in the field names that routers ask for."""
+        n_default = min(self.tokenizer.sampling_defaults.max_tokens, self.max_context - 1)
         return {
             "model_path": str(self.options.model.resolve()),
             "tokenizer_path": str(self.options.model.resolve()),
             "model_type": "deepseek_v4",
             "architectures": ["DeepseekV4ForCausalLM"],
             "draft": self.runner.drafts,
+            "default_max_tokens": n_default,
+            "default_max_tokens_pages": self.parts.allocator.pages_for(n_default),
         }
 
 
@@ -154,7 +157,7 @@ def lay_groundwork(
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CheckpointError("--device cuda: torch sees no CUDA device")
     dtype = TORCH_DTYPES[options.dtype]
-    tokenizer = _load_tokenizer(options.model)
+    tokenizer = _load_tokenizer(options.model, options.limits.default_max_tokens)
     model = load_model(
         options.model, dtype=dtype, device=options.device, deterministic=options.deterministic, draft=draft
     )
@@ -168,7 +171,8 @@ def lay_groundwork(
     )
     arena = _make_arena(geometry, options)
     allocator = Allocator(geometry, permute_seed=options.permute_ids)
-    max_context = min(model.config.max_position_embeddings, allocator.capacity_tokens)
+    # a request also needs room for the tokens drafted behind its last one
+    max_context = min(model.config.max_position_embeddings, allocator.capacity_tokens - spec_tokens)
     log.info(
         "%s: %d state components in an arena of %.1f MiB, context %d tokens",
         options.served_model_name,
@@ -192,9 +196,9 @@ def lay_groundwork(
     return Groundwork(options, keys or Keys(), runner, tokenizer, inbox, parts, deadlines, max_context, spec_tokens)
 
 
-def _load_tokenizer(model: Path) -> Tokenizer:
+def _load_tokenizer(model: Path, default_max_tokens: int) -> Tokenizer:
     try:
-        return Tokenizer.load(model)
+        return Tokenizer.load(model, default_max_tokens=default_max_tokens)
     except (OSError, CheckpointError):
         raise
     except Exception as error:  # the library raises many kinds; each means the same to the reader

@@ -26,6 +26,7 @@ class Limits:
     """How much a node takes on and how long it waits; ``deadlines`` as ``PHASE=SECONDS``, not checked yet."""
 
     max_queue: int
+    default_max_tokens: int
     deadlines: tuple[str, ...]
     drain_timeout_s: float
 
@@ -97,7 +98,7 @@ class NodeOptions:
             transport=args.transport,
             transfer_host=args.transfer_host or args.host,
             security=Security(args.auth_key_file, args.insecure, args.api_key, args.api_key_file),
-            limits=Limits(args.max_queue, tuple(args.deadline), args.drain_timeout),
+            limits=Limits(args.max_queue, args.default_max_tokens, tuple(args.deadline), args.drain_timeout),
             http=HttpOptions(args.max_connections, args.keep_alive, tuple(args.cors_origin)),
             faults=tuple(args.fault),
             log_level=args.log_level,
@@ -171,6 +172,14 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         default=1024,
         metavar="N",
         help="requests that may wait for a slot and pages; more are refused with 503",
+    )
+    limits.add_argument(
+        "--default-max-tokens",
+        type=_positive,
+        default=2048,
+        metavar="N",
+        help="tokens to generate for a request without max_tokens, if the checkpoint's generation_config.json has no "
+        "max_new_tokens; never more than fits the context. Pages are reserved for all of them",
     )
     limits.add_argument(
         "--deadline",

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-DEFAULT_MAX_TOKENS = 256
+DEFAULT_MAX_TOKENS = 2048
+"""Tokens to generate where neither the request nor the checkpoint says it, unless an option does."""
 MAX_LOGPROBS = 20
 PREFILL_ROLE = "prefill"
 """``Backend.role`` of a prefill node; that of a decode node is ``decode``."""

@@ -75,8 +75,9 @@ class Tokenizer:
         self._adds_bos = self._bos is not None and self._backend.encode("").ids[:1] == [self._bos]
 
     @classmethod
-    def load(cls, model_dir: str | Path) -> Tokenizer:
-        """Reads the tokenizer of ``model_dir``; nothing is downloaded.
+    def load(cls, model_dir: str | Path, *, default_max_tokens: int = DEFAULT_MAX_TOKENS) -> Tokenizer:
+        """Reads the tokenizer of ``model_dir``; nothing is downloaded. ``default_max_tokens`` counts where its
+        generation_config.json has no ``max_new_tokens``.
 
         :raises FileNotFoundError: the directory has no ``tokenizer.json``.
         """
@@ -91,7 +92,7 @@ class Tokenizer:
             hf,
             fingerprint=tokenizer_fingerprint(model_dir),
             eos_token_ids=_eos_token_ids(generation_config.get("eos_token_id"), hf.eos_token_id),
-            sampling_defaults=sampling_defaults(generation_config),
+            sampling_defaults=sampling_defaults(generation_config, default_max_tokens),
         )
 
     def encode(self, text: str) -> list[int]:
@@ -227,7 +228,9 @@ class Tokenizer:
             ) from error
 
 
-def sampling_defaults(generation_config: dict[str, Any]) -> SamplingParams:
+def sampling_defaults(
+    generation_config: dict[str, Any], default_max_tokens: int = DEFAULT_MAX_TOKENS
+) -> SamplingParams:
     """What applies where a request says nothing, from the fields of ``generation_config.json``.
 
     As in vLLM, ``temperature``, ``top_p``, ``top_k`` and ``max_new_tokens`` are taken where present, else temperature
@@ -239,7 +242,7 @@ def sampling_defaults(generation_config: dict[str, Any]) -> SamplingParams:
     max_tokens = generation_config.get("max_new_tokens")
     greedy = generation_config.get("do_sample") is False
     return SamplingParams(
-        max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else int(max_tokens),
+        max_tokens=default_max_tokens if max_tokens is None else int(max_tokens),
         temperature=0.0 if greedy else 1.0 if temperature is None else float(temperature),
         top_p=1.0 if greedy or top_p is None else float(top_p),
         top_k=0 if greedy or top_k is None else max(0, int(top_k)),

@@ -163,7 +163,9 @@ def test_sampling_defaults_follow_the_generation_config() -> None:
     assert sampling_defaults({}).temperature == 1.0
     assert sampling_defaults({"temperature": 0.6, "top_p": 0.95, "top_k": 40}).top_k == 40
     assert sampling_defaults({"do_sample": False, "temperature": 0.6, "top_p": 0.5}).temperature == 0.0
-    assert sampling_defaults({"max_new_tokens": 99}).max_tokens == 99
+    assert sampling_defaults({"max_new_tokens": 99}, 7).max_tokens == 99
+    assert sampling_defaults({}, 7).max_tokens == 7
+    assert sampling_defaults({}).max_tokens == 2048
 
 
 def test_threads_may_share_it(tokenizer: Tokenizer) -> None:
