@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from server.api.errors import InvalidRequest
+from server.api.fields import ignored_fields, ignored_header
 from server.api.generations import Answer
 from server.api.logprobs import chat_entry
 from server.api.schemas import ChatCompletionRequest
 from server.api.serving import check_model, serve
 from server.api.tokenizing import encode_chat
 from server.engine.request import Backend, TokenizerLike, TokenLogprob, TokenOutput
+
+_CALLS = frozenset({"tool_calls", "tool_call_id", "function_call"})
+"""What an assistant did instead of saying something; a conversation without it is another one."""
 
 
 def chat_router(backend: Backend) -> APIRouter:
@@ -22,6 +27,7 @@ def chat_router(backend: Backend) -> APIRouter:
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation, spelt by the model directory's own chat template."""
         check_model(backend, body.model)
+        ignored = [*body.ignored, *fields_without_effect(body, backend.tokenizer.template_reads)]
         messages = [message.for_template() for message in body.messages]
         prompt = await encode_chat(
             backend.tokenizer,
@@ -29,9 +35,36 @@ def chat_router(backend: Backend) -> APIRouter:
             add_generation_prompt=body.add_generation_prompt,
             **(body.chat_template_kwargs or {}),
         )
-        return await serve(request, backend, body, [prompt], ChatWriter(backend.tokenizer), prompt_field="messages")
+        writer = ChatWriter(backend.tokenizer)
+        response = await serve(request, backend, body, [prompt], writer, prompt_field="messages")
+        response.headers.update(ignored_header(ignored))
+        return response
 
     return router
+
+
+def fields_without_effect(body: ChatCompletionRequest, template_reads: Callable[[str], bool]) -> list[str]:
+    """What the request says to a chat template that does not read it, the first few names.
+
+    :raises InvalidRequest: an answer that leaves it out is not the answer to this conversation.
+    """
+    if not body.add_generation_prompt and not template_reads("add_generation_prompt"):
+        raise InvalidRequest(
+            "add_generation_prompt",
+            "add_generation_prompt: false is not supported: the chat template of this model does not read it.",
+            code="unsupported",
+        )
+    extra = {name: value for message in body.messages for name, value in (message.model_extra or {}).items() if value}
+    for name in _CALLS & extra.keys():
+        if not template_reads(name):
+            raise InvalidRequest(
+                "messages",
+                f"messages: {name} is not supported: the chat template of this model does not read it.",
+                code="unsupported",
+            )
+    kwargs = ignored_fields(body.chat_template_kwargs or {}, (), "chat_template_kwargs.")
+    names = [*kwargs, *ignored_fields(extra, (), "messages.")]
+    return [name for name in names if not template_reads(name.rpartition(".")[2])]
 
 
 class ChatWriter:

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from server.api.fields import ignored_header
 from server.api.generations import Answer
 from server.api.logprobs import finite, token_key
 from server.api.schemas import CompletionRequest
@@ -31,7 +32,9 @@ def completions_router(backend: Backend) -> APIRouter:
                     check_token_id(backend, token_id, "prompt")
                 prompts.append(prompt)
         writer = CompletionWriter(backend.tokenizer, _echoes(body, backend.tokenizer))
-        return await serve(request, backend, body, prompts, writer, prompt_field="prompt")
+        response = await serve(request, backend, body, prompts, writer, prompt_field="prompt")
+        response.headers.update(ignored_header(body.ignored))
+        return response
 
     return router
 

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 CLIENT_CLOSED_REQUEST = 499
+MAX_MESSAGE_CHARS = 2000
+MAX_PARAM_CHARS = 200
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 
@@ -36,12 +38,20 @@ class ClientDisconnected(Exception):
 def error_body(
     message: str, *, status: int, code: str | None, param: str | None = None, component: str | None = None
 ) -> dict[str, Any]:
-    """The JSON body of an error. ``component`` (the state component at fault) is left out where there is none."""
+    """The JSON body of an error. ``component`` (the state component at fault) is left out where there is none.
+
+    Messages quote what a client sent; no more of it goes back than :data:`MAX_MESSAGE_CHARS`.
+    """
+    message, param = _clipped(message, MAX_MESSAGE_CHARS), None if param is None else _clipped(param, MAX_PARAM_CHARS)
     kind = "invalid_request_error" if status < 500 else "service_unavailable_error" if status == 503 else "server_error"
     error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
     if component is not None:
         error["component"] = component
     return {"error": error}
+
+
+def _clipped(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def failure_body(failure: RequestFailed) -> dict[str, Any]:

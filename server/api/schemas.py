@@ -1,14 +1,34 @@
-"""What a client may send. Fields that are not known here are ignored; known ones must have their type and range."""
+"""What a client may send: the fields that are honoured, with their types and ranges.
+
+What becomes of all others, and which of them the answer names as ignored, is decided in :mod:`server.api.fields`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from server.api.errors import InvalidRequest
+from server.api.fields import (
+    REFUSED,
+    REFUSED_IN_CHAT,
+    REFUSED_IN_COMPLETIONS,
+    Harmless,
+    ignored_fields,
+    refuse_unsupported,
+)
 from server.api.named_rooms import Hosts, Ports, Rooms
 from server.engine.request import MAX_LOGPROBS, SamplingParams
 
@@ -22,47 +42,13 @@ Prompt = str | list[int]
 """One prompt: a text, or the token ids themselves."""
 
 
-def _nothing(value: Any) -> bool:
-    return value is None or value is False or value in ("", [], {})
-
-
-UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    "frequency_penalty": lambda v: _nothing(v) or v == 0,
-    "presence_penalty": lambda v: _nothing(v) or v == 0,
-    "repetition_penalty": lambda v: v is None or v == 1,
-    "min_p": lambda v: _nothing(v) or v == 0,
-    "logit_bias": _nothing,
-    "response_format": lambda v: _nothing(v) or v == {"type": "text"},
-    "tools": _nothing,
-    "tool_choice": lambda v: _nothing(v) or v in ("none", "auto"),
-    "functions": _nothing,
-    "function_call": lambda v: _nothing(v) or v in ("none", "auto"),
-    "modalities": lambda v: _nothing(v) or v == ["text"],
-    "audio": _nothing,
-    "suffix": _nothing,
-    "prompt_logprobs": _nothing,
-    "use_beam_search": _nothing,
-    "guided_json": _nothing,
-    "guided_regex": _nothing,
-    "guided_choice": _nothing,
-    "guided_grammar": _nothing,
-    "json_schema": _nothing,
-    "regex": _nothing,
-    "ebnf": _nothing,
-    "continue_final_message": _nothing,
-    "include_stop_str_in_output": _nothing,
-    "no_stop_trim": _nothing,
-    "skip_special_tokens": lambda v: v is None or v is True,
-    "return_hidden_states": _nothing,
-}
-"""Fields that would change the answer and are not built, each with the values under which they change nothing."""
-
-
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    """Accepted and without effect: it pads a hosted service's chunks."""
 
 
 class GenerationFields(BaseModel):
@@ -89,16 +75,26 @@ class GenerationFields(BaseModel):
     bootstrap_port: Ports = None
     bootstrap_room: Rooms = None
 
-    @model_validator(mode="before")
+    refused: ClassVar[Mapping[str, Harmless]] = REFUSED
+    """The fields of the schemas that are not built, each with the values that change nothing."""
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _refuse_what_is_not_built(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name, changes_nothing in UNSUPPORTED.items():
-                if name in data and not changes_nothing(data[name]):
-                    raise InvalidRequest(
-                        name, f"{name} is not supported by this server: leave it out.", code="unsupported"
-                    )
-        return data
+    def _account_for_every_field(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(data, dict):
+            return handler(data)
+        refuse_unsupported(data, cls.refused)
+        fields = handler(data)
+        fields._ignored = ignored_fields(data, cls.model_fields.keys() | cls.refused.keys())
+        if isinstance(options := data.get("stream_options"), dict):
+            fields._ignored += ignored_fields(options, StreamOptions.model_fields, "stream_options.")
+        return fields
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of the fields that the request has and this server does not know, the first few."""
+        return self._ignored
 
     @field_validator("stop")
     @classmethod
@@ -149,6 +145,8 @@ class GenerationFields(BaseModel):
 
 class CompletionRequest(GenerationFields):
     """``POST /v1/completions``."""
+
+    refused = REFUSED_IN_COMPLETIONS
 
     prompt: Annotated[
         list[Prompt],
@@ -228,6 +226,8 @@ class ChatMessage(BaseModel):
 
 class ChatCompletionRequest(GenerationFields):
     """``POST /v1/chat/completions``."""
+
+    refused = REFUSED_IN_CHAT
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None

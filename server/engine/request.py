@@ -154,6 +154,10 @@ class TokenizerLike(Protocol):
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]: ...
 
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template may read a variable or a message's field of this name."""
+        ...
+
 
 class Backend(Protocol):
     """What an HTTP app serves: a decode node, or a prefill node, which answers only requests whose room is named."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -108,6 +109,15 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
+
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template names the variable or message field ``name``, or takes messages as a whole.
+
+        A template that does not cannot say anything else because of it.
+        """
+        template = self._hf.chat_template
+        text = template if isinstance(template, str) else " ".join((template or {}).values())
+        return re.search(rf"\b({re.escape(name)}|tojson|items|values)\b", text) is not None
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any

@@ -1,0 +1,182 @@
+"""Every field of the three request schemas that clients write for, and what becomes of it here.
+
+The schemas are OpenAI's (``openai`` 3.57.0), vLLM's (its main branch of October 2026) and SGLang's (0.5.23), for text
+and chat completions. Each of their fields is one of three:
+
+- *honoured*: a field of the request models in :mod:`server.api.schemas`;
+- *harmless*, in :data:`HARMLESS`: it changes nothing in the answer, whatever its value;
+- *refused*, in :data:`REFUSED`: with any value but those that change nothing.
+
+A field in none of them is ignored, and the answer says so in the header ``x-ignored-fields``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from server.api.errors import InvalidRequest
+
+IGNORED_HEADER = "x-ignored-fields"
+MAX_IGNORED_CHARS = 256
+_MAX_NAME_CHARS = 64
+_MAX_IGNORED_NAMES = 32
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.\-]")
+
+Harmless = Callable[[Any], bool]
+"""Whether a value changes nothing."""
+
+
+def _nothing(value: Any) -> bool:
+    """Absent, off or empty. Zero is a value."""
+    return value is None or value is False or value in ("", [], {})
+
+
+def _or(*values: Any) -> Harmless:
+    """Nothing, or one of ``values``, of the same type: ``1`` is not ``True``."""
+    return lambda value: _nothing(value) or any(type(value) is type(v) and value == v for v in values)
+
+
+def _only(*values: Any) -> Harmless:
+    """None or one of ``values``; ``False`` and empty values are no such value."""
+    return lambda value: value is None or any(type(value) is type(v) and value == v for v in values)
+
+
+_ZERO = _or(0, 0.0)
+_ONE = _only(1, 1.0)
+
+HARMLESS = frozenset(
+    {
+        # names and bookkeeping of the client, the router or the accounting
+        *("metadata", "store", "user", "safety_identifier", "service_tier", "custom_labels"),
+        *("request_id", "rid", "session_id"),
+        # which worker, when, in which cache: there is one, first come first served, and no cache
+        *("priority", "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt", "extra_key"),
+        # faster or in other pieces, but the same text
+        *("prediction", "stream_interval"),
+        # settings of images, audio and video, whose contents are refused by themselves
+        *("media_io_kwargs", "mm_processor_kwargs", "images_config", "video_config"),
+        *("max_dynamic_patch", "min_dynamic_patch", "use_audio_in_video", "return_mm_kwargs"),
+        # details of something that is refused by itself
+        *("parallel_tool_calls", "truncation_side", "routed_experts_start_len", "routed_experts_prompt_start"),
+        *("return_flat_raw_top_logprobs_b64", "guided_decoding_backend", "guided_whitespace_pattern"),
+        # how reasoning is shown: no parser separates it here, so nothing is hidden or held back
+        *("separate_reasoning", "stream_reasoning"),
+    }
+)
+"""Fields that change nothing in the answer of this server."""
+
+REFUSED: Mapping[str, Harmless] = {
+    # sampling
+    "frequency_penalty": _ZERO,
+    "presence_penalty": _ZERO,
+    "repetition_penalty": _ONE,
+    "length_penalty": _ONE,
+    "min_p": _ZERO,
+    "logit_bias": _nothing,
+    "allowed_token_ids": _nothing,
+    "bad_words": _nothing,
+    "use_beam_search": _nothing,
+    "custom_logit_processor": _nothing,
+    "custom_params": _nothing,
+    "vllm_xargs": _nothing,
+    "watermark": _nothing,
+    "watermarking": _nothing,
+    "lora_path": _nothing,
+    # what the prompt is
+    "suffix": _nothing,
+    "prompt_embeds": _nothing,
+    "input_ids": _nothing,
+    "truncate_prompt_tokens": _nothing,
+    "session_params": _nothing,
+    "kv_transfer_params": _nothing,
+    "ec_transfer_params": _nothing,
+    # where the answer ends
+    "min_new_tokens": _ZERO,
+    "stop_regex": _nothing,
+    "repetition_detection": _nothing,
+    "thinking_token_budget": _or(-1),
+    # constrained decoding and tools
+    "response_format": _or({"type": "text"}),
+    "structured_outputs": _nothing,
+    "guided_json": _nothing,
+    "guided_regex": _nothing,
+    "guided_choice": _nothing,
+    "guided_grammar": _nothing,
+    "json_schema": _nothing,
+    "regex": _nothing,
+    "ebnf": _nothing,
+    "tools": _nothing,
+    "tool_choice": _or("none", "auto"),
+    "functions": _nothing,
+    "function_call": _or("none", "auto"),
+    "web_search_options": _nothing,
+    # how the answer is spelt
+    "modalities": _or(["text"]),
+    "audio": _nothing,
+    "verbosity": _or("medium"),
+    "include_stop_str_in_output": _nothing,
+    "no_stop_trim": _nothing,
+    "skip_special_tokens": _only(True),
+    "spaces_between_special_tokens": _only(True),
+    "include_reasoning": _only(True),
+    # more than the text
+    "moderation": _nothing,
+    "prompt_logprobs": _nothing,
+    "logprob_token_ids": _nothing,
+    "sampling_logprobs_mode": _nothing,
+    "return_tokens_as_token_ids": _nothing,
+    "return_token_ids": _nothing,
+    "return_prompt_token_ids": _nothing,
+    "return_token_offsets": _nothing,
+    "return_prompt_text": _nothing,
+    "return_hidden_states": _nothing,
+    "return_routed_experts": _nothing,
+    "return_cached_tokens_details": _nothing,
+    "return_spec_tokens_details": _nothing,
+    "return_meta_info": _nothing,
+    "return_input_ids_in_sglext": _nothing,
+    "return_output_ids_in_sglext": _nothing,
+    "return_sampling_mask": _nothing,
+    "return_flat_raw_output_top_logprobs": _nothing,
+}
+"""Fields of both routes that would change the answer and are not built, each with the values that change nothing."""
+
+REFUSED_IN_COMPLETIONS: Mapping[str, Harmless] = {**REFUSED, "add_special_tokens": _only(True)}
+REFUSED_IN_CHAT: Mapping[str, Harmless] = {
+    **REFUSED,
+    "add_special_tokens": _nothing,
+    "echo": _nothing,
+    "best_of": _or(1),
+    "chat_template": _nothing,
+    "continue_final_message": _nothing,
+    "documents": _nothing,
+    "reasoning_effort": _or("none"),
+    "thinking": _or({"type": "disabled"}),
+    "task": _nothing,
+}
+"""The template of the checkpoint spells the conversation, and neither thinks nor reads documents by a field."""
+
+
+def refuse_unsupported(body: Mapping[str, Any], refused: Mapping[str, Harmless]) -> None:
+    """:raises InvalidRequest: ``body`` has a field of ``refused`` with a value that would change the answer."""
+    for name in sorted(refused.keys() & body.keys()):
+        if not refused[name](body[name]):
+            raise InvalidRequest(name, f"{name} is not supported by this server: leave it out.", code="unsupported")
+
+
+def ignored_fields(body: Mapping[str, Any], known: Iterable[str], prefix: str = "") -> list[str]:
+    """The first few names in ``body`` that are neither ``known`` nor harmless, with ``prefix`` before each."""
+    names = (name for name in body if name not in known and name not in HARMLESS)
+    return [prefix + name[:_MAX_NAME_CHARS] for name in islice(names, _MAX_IGNORED_NAMES)]
+
+
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
+    """The header that names ignored fields, at most :data:`MAX_IGNORED_CHARS` long; none where there are none."""
+    value = ",".join(_NOT_IN_A_NAME.sub("?", name) for name in names)
+    if len(value) > MAX_IGNORED_CHARS:
+        value = value[: MAX_IGNORED_CHARS - 3].rpartition(",")[0] + "..."
+    return {IGNORED_HEADER: value} if value else {}
