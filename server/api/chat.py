@@ -13,6 +13,7 @@ from server.api.generations import Answer
 from server.api.logprobs import chat_entry
 from server.api.schemas import ChatCompletionRequest
 from server.api.serving import check_model, serve
+from server.api.streaming import WHOLE_OR_STREAMED
 from server.api.tokenizing import encode_chat
 from server.engine.request import Backend, TokenizerLike, TokenLogprob, TokenOutput
 
@@ -23,7 +24,7 @@ _CALLS = frozenset({"tool_calls", "tool_call_id", "function_call"})
 def chat_router(backend: Backend) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None, responses=WHOLE_OR_STREAMED)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation, spelt by the model directory's own chat template."""
         check_model(backend, body.model)

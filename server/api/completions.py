@@ -12,6 +12,7 @@ from server.api.generations import Answer
 from server.api.logprobs import finite, token_key
 from server.api.schemas import CompletionRequest
 from server.api.serving import check_model, check_token_id, serve
+from server.api.streaming import WHOLE_OR_STREAMED
 from server.api.tokenizing import encode
 from server.engine.request import Backend, TokenizerLike, TokenLogprob, TokenOutput
 
@@ -19,7 +20,7 @@ from server.engine.request import Backend, TokenizerLike, TokenLogprob, TokenOut
 def completions_router(backend: Backend) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None, responses=WHOLE_OR_STREAMED)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues each prompt."""
         check_model(backend, body.model)

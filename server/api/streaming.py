@@ -19,6 +19,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+WHOLE_OR_STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The whole answer, or with `stream` an event for every piece of it, and `[DONE]`",
+        "content": {"text/event-stream": {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}},
+    }
+}
+"""What routes that answer either way say of it in the OpenAPI, beside their JSON."""
+
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, which is cancelled as soon as the client closes the connection.

@@ -143,7 +143,7 @@ class PrefillNode:
         for one that fell silent. What is lost is sent again by the ticker.
         """
         give_up = time.monotonic() + _KNOWN_S
-        while time.monotonic() < give_up and not all(work.room.is_known for work in desk.works.values()):
+        while time.monotonic() < give_up and not all(work.room.is_known for work in desk.works.values()):  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
 
     # --- Backend ------------------------------------------------------------------------------------------------------

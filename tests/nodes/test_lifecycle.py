@@ -169,7 +169,7 @@ def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnde
 
 @vital("peer 127.0.0.1")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    patch.setattr(d.node._desk.receiver.links[0]._heartbeat, "tick", raise_bug)
+    patch.setattr(d.node._desk.receiver.links[0], "_wait_for_change", raise_bug)
     return d
 
 
