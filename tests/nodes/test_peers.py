@@ -26,7 +26,8 @@ from tests.transfer.support import make_manifest
 KEY = Guard(PeerKeys.derive("a" * 32))
 OTHER_KEY = Guard(PeerKeys.derive("b" * 32))
 OPEN = Guard()
-KNOWN_S = 1.0
+KNOWN_S = 5.0
+"""Known within a second, and a margin for a busy machine."""
 QUICK = replace(FAST, connect_s=0.5, register_s=0.5)
 
 
@@ -187,7 +188,7 @@ async def test_a_client_that_waits_for_a_peer_hears_of_its_refusal(pair: Pair) -
     await p.node._bootstrap.close()
     (link,) = d.node._desk.receiver.links
     await pair.prefill(port=port, identity=replace(IDENTITY, tokenizer="other"))
-    await until(lambda: link.coming_back, 3.0, "the peer answers with another incarnation")
+    await until(lambda: link.coming_back, what="the peer answers with another incarnation")
     waiting = d.node.submit(request(5))
     started = time.monotonic()
     with pytest.raises(RequestFailed, match="tokenizer differs: prefill has other, decode has tokenizer-a") as caught:
@@ -206,7 +207,7 @@ async def test_a_registration_cannot_be_taken_over_by_another_connection(pair: P
     try:
         for manifest in (link.ours, msgspec.structs.replace(link.ours, session="127.0.0.1:1")):
             await thief.send(encode(Register(manifest)))
-            refused = decode(await asyncio.wait_for(thief.recv(), 5.0))
+            refused = decode(await asyncio.wait_for(thief.recv(), 30.0))
             assert isinstance(refused, Refused)
             assert refused.field == "incarnation"
     finally:
@@ -226,7 +227,7 @@ async def test_names_that_a_peer_made_up_are_no_labels_of_the_metrics(pair: Pair
         for name in ("first", "second"):
             entry = msgspec.structs.replace(manifest.components[0], name=name)
             await stranger.send(encode(Register(msgspec.structs.replace(manifest, components=(entry,)))))
-            refused = decode(await asyncio.wait_for(stranger.recv(), 5.0))
+            refused = decode(await asyncio.wait_for(stranger.recv(), 30.0))
             assert isinstance(refused, Refused)
             assert refused.field == f"components.{name}"
     finally:
@@ -246,7 +247,7 @@ async def test_a_peer_that_sends_without_end_does_not_keep_the_node_from_its_oth
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(f"tcp://127.0.0.1:{p.node.bootstrap_port}")
         socket.send(b"first")
-        await until(lambda: sum(bursts) == 1, 5.0, "the connection stands")
+        await until(lambda: sum(bursts) == 1, what="the connection stands")
         bursts.append(0)
         for _ in range(400):
             socket.send(b"x" * 100)

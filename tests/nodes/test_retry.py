@@ -224,7 +224,7 @@ async def test_a_request_behind_one_that_was_given_up_need_not_wait_for_a_third(
     too_long, short = d.node.submit(request(2000)), d.node.submit(request(5))
     assert len(d.node._desk.queue) == 2
     too_long.abort()
-    await until(lambda: not d.node._desk.queue, 2.0)
+    await until(lambda: not d.node._desk.queue)
     occupant.abort()
     d.engine.gate.set()
     assert [t async for o in short for t in o.token_ids] == expected(request(5))
@@ -237,7 +237,7 @@ async def test_a_room_that_is_over_leaves_the_prefill_nodes_queue(pair: Pair) ->
     running, _, last = [d.node.submit(request(20, seed=i)) for i in range(3)]
     await until(lambda: len(p.node._desk.queue) == 2)
     last.abort()
-    await until(lambda: len(p.node._desk.queue) == 1, 2.0)
+    await until(lambda: len(p.node._desk.queue) == 1)
     p.engine.gate.set()
     assert [output async for output in running]
 
