@@ -51,11 +51,11 @@ async def test_the_relay_holds_back_loses_and_repeats_what_it_is_told_to() -> No
         port = router.bind_to_random_port("tcp://127.0.0.1")
         async with control_relay(f"127.0.0.1:{port}") as relay, asyncio.timeout(30):
             dealer.connect(f"tcp://{relay.address}")
-            relay.hold, relay.lose = frozenset({"Reserve", "Done"}), frozenset({"Rejected"})
-            for name in ("Reserve", "Rejected", "Ping", "Committed"):
+            relay.hold, relay.lose = frozenset({"Reserve", "Done"}), frozenset({"Failed"})
+            for name in ("Reserve", "Failed", "Ping", "Waiting"):
                 await dealer.send(encode(by_type[name]))
             got = [await router.recv_multipart() for _ in range(2)]
-            assert [decode(frame) for _, frame in got] == [by_type["Ping"], by_type["Committed"]]
+            assert [decode(frame) for _, frame in got] == [by_type["Ping"], by_type["Waiting"]]
             for name in ("Done", "Quiesced"):
                 await router.send_multipart([got[0][0], encode(by_type[name])])
             assert decode(await dealer.recv()) == by_type["Quiesced"]
