@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from server.model.loader import load_model, model_fingerprint
 from server.model.state import state_components
 from server.node.parts import NodeParts
 from server.options import NodeOptions, Security
+from server.transfer.addresses import is_ipv6, split_address
 from server.transfer.auth import AuthError, Guard, read_secret
 from server.transfer.deadlines import DeadlineError, parse_deadlines
 from server.transfer.engines.base import TransferEngine, TransferError, TransportMisconfigured
@@ -192,6 +193,19 @@ def check_transfer_host(options: NodeOptions) -> None:
     host = options.transfer_host
     if host in _WILDCARDS:
         raise TransportMisconfigured(f"no peer can write to {host}: give --transfer-host the address of this node")
+
+
+def check_families(options: NodeOptions, peers: Sequence[str]) -> None:
+    """Mooncake speaks IPv4 or IPv6, not both: a pair's addresses must be of one kind. Names stand for IPv4 addresses.
+
+    Raises :class:`TransportMisconfigured`.
+    """
+    for peer in peers:
+        if is_ipv6(split_address(peer)[0]) != is_ipv6(options.transfer_host):
+            raise TransportMisconfigured(
+                f"prefill {peer} and this node's own {options.transfer_host} (--host or --transfer-host) are an IPv4 "
+                "and an IPv6 address: Mooncake speaks one of the two, so give both nodes addresses of the same kind"
+            )
 
 
 def run(prog: str, options: NodeOptions, start: Callable[[], Awaitable[int]]) -> int:

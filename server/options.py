@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,15 @@ class Security:
 
 
 @dataclass(frozen=True)
+class HttpOptions:
+    """What the HTTP port does for clients beside answering."""
+
+    max_connections: int
+    keep_alive_s: float
+    cors_origins: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class NodeOptions:
     """Parsed options that both nodes have. Sizes are counts; tokens, pages and slots as named."""
 
@@ -61,6 +71,7 @@ class NodeOptions:
     transfer_host: str
     security: Security
     limits: Limits
+    http: HttpOptions
     faults: tuple[str, ...]
     log_level: str
 
@@ -87,6 +98,7 @@ class NodeOptions:
             transfer_host=args.transfer_host or args.host,
             security=Security(args.auth_key_file, args.insecure, args.api_key, args.api_key_file),
             limits=Limits(args.max_queue, tuple(args.deadline), args.drain_timeout),
+            http=HttpOptions(args.max_connections, args.keep_alive, tuple(args.cors_origin)),
             faults=tuple(args.fault),
             log_level=args.log_level,
         )
@@ -122,7 +134,7 @@ def node_parser(prog: str, description: str, *, port: int) -> argparse.ArgumentP
     memory.add_argument("--poison", action="store_true", help="fill free memory with NaN, so that stray reads show")
 
     network = parser.add_argument_group("network")
-    network.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    network.add_argument("--host", type=_host, default="127.0.0.1", help="address to listen on, IPv4 or IPv6")
     network.add_argument("--port", type=_port, default=port, help="HTTP port (0: any free one)")
     network.add_argument(
         "--transport",
@@ -133,12 +145,14 @@ def node_parser(prog: str, description: str, *, port: int) -> argparse.ArgumentP
 
     network.add_argument(
         "--transfer-host",
+        type=_host,
         metavar="HOST",
         help="address at which the peers reach this node's Mooncake endpoint (default: --host)",
     )
 
     _add_security(parser)
     _add_limits(parser)
+    _add_http(parser)
 
     testing = parser.add_argument_group("testing and logs")
     testing.add_argument("--permute-ids", type=int, metavar="SEED", help="hand out pages and slots in a shuffled order")
@@ -174,6 +188,31 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_http(parser: argparse.ArgumentParser) -> None:
+    http = parser.add_argument_group("HTTP (more limits, without options: see README.md, Security)")
+    http.add_argument(
+        "--max-connections",
+        type=_positive,
+        default=1024,
+        metavar="N",
+        help="open HTTP connections; for one more, the one that has waited longest for a request is closed",
+    )
+    http.add_argument(
+        "--keep-alive",
+        type=_seconds,
+        default=75.0,
+        metavar="SECONDS",
+        help="how long a connection may be open without a request: longer than proxies and clients keep theirs",
+    )
+    http.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let browsers use the API from pages of this origin, e.g. https://chat.example; *: from any (repeatable)",
+    )
+
+
 def _add_security(parser: argparse.ArgumentParser) -> None:
     security = parser.add_argument_group("security (the data plane has none: see README.md)")
     peers = security.add_mutually_exclusive_group()
@@ -202,7 +241,27 @@ def peer_address(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:BOOTSTRAP_PORT")
+    if (":" in host or "[" in host) and not (host.startswith("[") and _is_ipv6(host[1:-1]) and host.endswith("]")):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not HOST:BOOTSTRAP_PORT: an IPv6 address stands in brackets, such as [::1]:8998"
+        )
     return text
+
+
+def _host(text: str) -> str:
+    """A name or an address; an IPv6 address may stand in brackets, as in a URL."""
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if (":" in host or host != text) and not _is_ipv6(host):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a host: give a name or an address without a port")
+    return host
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _seconds(text: str) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from server.cache.specs import DRAFT
 from server.decode.node import DecodeNode
 from server.decode.settings import DecodeSettings
-from server.launch import check_transfer_host, lay_groundwork, read_keys, run
+from server.launch import check_families, check_transfer_host, lay_groundwork, read_keys, run
 from server.options import NodeOptions, node_parser, peer_address
 from server.serving import serve
 from server.transfer.engines.exposure import warn_of_data_plane
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="append",
         type=peer_address,
         metavar="HOST:BOOTSTRAP_PORT",
-        help="a prefill node to take state from (repeatable)",
+        help="a prefill node to take state from (repeatable); an IPv6 address stands in brackets",
     )
     where.add_argument("--local-prefill", action="store_true", help="compute prompts here, without any peer")
     speculation = parser.add_argument_group("speculative decoding")
@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         keys = read_keys(options.security)
         if peers is not None:
             check_transfer_host(options)
+            check_families(options, peers)
             keys.guard.check_peers(peers)
             warn_of_data_plane()
         k, cold = args.spec_tokens, args.draft_state == "recompute"
