@@ -20,7 +20,7 @@ WITHIN_S = 10.0
 GROWTH = 1.1
 """What a node's memory may be of what it was, when an attack is over and has been cleared away."""
 FORGET_S = 20.0
-LINGER_S = 2.0
+LINGER_S = 1.0
 """Small requests are asked for so long after an attack: its work may outlive its clients."""
 _REQUEST_S = 120.0
 _BODIES = [
