@@ -15,7 +15,7 @@ from server.api.generations import Answer
 from server.api.logprobs import chat_entry
 from server.api.schemas import ChatCompletionRequest
 from server.api.serving import check_model, check_shape, serve
-from server.api.streaming import until_disconnect
+from server.api.streaming import WHOLE_OR_STREAMED, until_disconnect
 from server.api.tokenizing import PromptReader
 from server.engine.request import Backend, TokenizerLike, TokenLogprob, TokenOutput
 
@@ -27,7 +27,7 @@ def chat_router(backend: Backend, reader: PromptReader, route_class: type[APIRou
     """``route_class`` bounds the body; see :func:`~server.api.bodies.bounded_route`."""
     router = APIRouter(route_class=route_class)
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None, responses=WHOLE_OR_STREAMED)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation, spelt by the model directory's own chat template."""
         check_model(backend, body.model)

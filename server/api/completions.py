@@ -14,7 +14,7 @@ from server.api.generations import Answer
 from server.api.logprobs import finite, token_key
 from server.api.schemas import CompletionRequest
 from server.api.serving import check_model, check_shape, serve
-from server.api.streaming import until_disconnect
+from server.api.streaming import WHOLE_OR_STREAMED, until_disconnect
 from server.api.tokenizing import PromptReader
 from server.engine.request import Backend, TokenizerLike, TokenLogprob, TokenOutput
 
@@ -25,7 +25,7 @@ def completions_router(backend: Backend, reader: PromptReader, route_class: type
     """``route_class`` bounds the body; see :func:`~server.api.bodies.bounded_route`."""
     router = APIRouter(route_class=route_class)
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None, responses=WHOLE_OR_STREAMED)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues each prompt."""
         check_model(backend, body.model)

@@ -23,6 +23,14 @@ T = TypeVar("T")
 _COMMENT = b": waiting\n\n"
 """What every reader of server-sent events skips. It keeps proxies and clients from taking silence for an end."""
 
+WHOLE_OR_STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The whole answer, or with `stream` an event for every piece of it, and `[DONE]`",
+        "content": {"text/event-stream": {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}},
+    }
+}
+"""What routes that answer either way say of it in the OpenAPI, beside their JSON."""
+
 
 @dataclass(frozen=True)
 class StreamTimes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,9 @@ from server.transfer.outbox import Outbox
 from server.transfer.protocol import AnyMessage
 from server.transfer.rooms import Failure
 
+_KNOWN_S = 2.0
+"""For the decode nodes to answer that they know of this node's end."""
+_LOOK_S = 0.02
 _SHUTTING_DOWN = Failure("shutting_down", "the prefill node is shutting down", 503)
 
 
@@ -136,6 +140,7 @@ class PrefillNode:
         self._supervisor.end()
         if self._desk is not None:
             self._desk.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason, 503))
+            await self._until_known(self._desk)
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
@@ -143,6 +148,16 @@ class PrefillNode:
             await self._desk.close()
         if self._bootstrap is not None:
             await self._bootstrap.close()
+
+    async def _until_known(self, desk: RoomDesk) -> None:
+        """Keeps the connections open until every room's end is known, at most :data:`_KNOWN_S`.
+
+        ZMQ drops what a decode node has received and not yet read when the connection breaks: it would take this node
+        for one that fell silent. What is lost is sent again by the ticker.
+        """
+        give_up = time.monotonic() + _KNOWN_S
+        while time.monotonic() < give_up and not all(work.room.is_known for work in desk.works.values()):  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
 
     # --- Backend ------------------------------------------------------------------------------------------------------
 

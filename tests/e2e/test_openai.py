@@ -145,7 +145,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(client: openai.OpenAI,
     started = time.monotonic()
     with pytest.raises(openai.APIStatusError) as caught:
         client.completions.create(**{"model": MODEL, **fields})
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 5.0
     assert caught.value.status_code == status
     assert all(word in caught.value.message for word in words), caught.value.message
     assert caught.value.body is not None

@@ -93,8 +93,20 @@ def texts(events: list[Event], among: Sequence[GenerationRequest]) -> list[list[
     return [tokens_of(events, r.request_id) for r in among]
 
 
-@pytest.mark.parametrize("k", [1, 3, 8])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
+
+
+@pytest.mark.parametrize(
+    ("k", "sampling"),
+    [
+        pytest.param(1, {}, id="greedy-1"),
+        pytest.param(3, {}, id="greedy-3", marks=pytest.mark.full),
+        pytest.param(8, {}, id="greedy-8"),
+        pytest.param(1, SAMPLED, id="sampled-1", marks=pytest.mark.full),
+        pytest.param(3, SAMPLED, id="sampled-3"),
+        pytest.param(8, SAMPLED, id="sampled-8", marks=pytest.mark.full),
+    ],
+)
 def test_drafts_of_the_layer_change_no_token(
     harness: Callable[..., Harness], k: int, sampling: dict[str, object]
 ) -> None:

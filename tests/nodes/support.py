@@ -56,7 +56,7 @@ from tests.transfer.support import IDENTITY, WINDOW, make_geometry
 
 EOS = 0
 VOCABULARY = 1000
-FAST = Deadlines(peer_s=1.5, ping_s=0.2, reserve_s=3.0, quiesce_s=2.0, probe_s=1.0, transfer_s=3.0, resend_s=0.2)
+FAST = Deadlines(peer_s=2.5, ping_s=0.2, reserve_s=3.0, quiesce_s=2.0, probe_s=1.0, transfer_s=3.0, resend_s=0.2)
 
 
 class FakeTokenizer:
@@ -371,7 +371,7 @@ async def pairs(make_transport: Callable[[], TransferEngine] = LoopbackEngine) -
             await pair.stop(started)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0, what: str = "") -> float:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "") -> float:
     """Waits for a condition; the seconds it took."""
     started = time.monotonic()
     while not condition():

@@ -24,6 +24,8 @@ LAUNCHER = """\
 import json, os, pathlib, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+pytestmark = pytest.mark.processes
+
 role = {role!r}
 here = pathlib.Path(__file__).parent
 (here / (role + ".argv")).write_text(json.dumps(sys.argv[1:]))
