@@ -17,6 +17,9 @@ import uvicorn
 
 from server import __version__
 from server.api import create_app
+from server.api.http_connections import ConnectionManager, allow_open_files
+from server.api.http_limits import HttpLimits
+from server.api.http_protocol import http_config
 from server.engine.engine import Engine
 from server.engine.events import Event
 from server.engine.request import Backend
@@ -75,13 +78,7 @@ async def serve(node: Node, ground: Groundwork, *, spec_tokens: int = 0, cold_dr
     ground.inbox.attach(engine)
     listener = _listen(options.host, options.port)
     host, port = listener.getsockname()[:2]
-    config = uvicorn.Config(
-        create_app(node, ground.parts.metrics.registry, version=__version__, api_key=ground.keys.api_key),
-        log_level=options.log_level,
-        access_log=options.log_level == "debug",
-        timeout_graceful_shutdown=_SHUTDOWN_S,
-    )
-    server, signals = _Server(config), _Signals()
+    server, signals = _Server(_http_config(node, ground)), _Signals()
     async with _running(node, engine):
         log.info("%s node serves http://%s:%d", node.role, host, port)
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
@@ -95,6 +92,21 @@ async def serve(node: Node, ground: Groundwork, *, spec_tokens: int = 0, cold_dr
     server.should_exit, server.force_exit = True, signals.n_seen > 1
     await serving
     return 0 if is_alive else 1
+
+
+def _http_config(node: Node, ground: Groundwork) -> uvicorn.Config:
+    options, registry = ground.options, ground.parts.metrics.registry
+    http = options.http
+    limits = HttpLimits(max_connections=http.max_connections, keep_alive_s=http.keep_alive_s)
+    allow_open_files(http.max_connections)
+    app = create_app(node, registry, version=__version__, api_key=ground.keys.api_key, cors_origins=http.cors_origins)
+    return http_config(
+        app,
+        ConnectionManager(limits, registry),
+        log_level=options.log_level,
+        access_log=options.log_level == "debug",
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+    )
 
 
 class _Signals:
