@@ -335,9 +335,17 @@ async def frames_of(socket: zmq.asyncio.Socket) -> AsyncIterator[tuple[list[byte
     """
     for n_received in itertools.count(1):
         frames = await socket.recv_multipart(copy=False)
-        yield [frame.bytes for frame in frames], int(frames[-1].get(zmq.SRCFD))
+        yield [frame.bytes for frame in frames], _source_of(frames[-1])
         if n_received % FRAMES_A_TURN == 0:
             await asyncio.sleep(0)
+
+
+def _source_of(frame: zmq.Frame) -> int:
+    """The file descriptor of its connection, or -1."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 def post(socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
