@@ -40,6 +40,15 @@ class Security:
 
 
 @dataclass(frozen=True)
+class HttpOptions:
+    """What the HTTP port does for clients beside answering."""
+
+    max_connections: int
+    keep_alive_s: float
+    cors_origins: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class NodeOptions:
     """Parsed options that both nodes have. Sizes are counts; tokens, pages and slots as named."""
 
@@ -61,6 +70,7 @@ class NodeOptions:
     transfer_host: str
     security: Security
     limits: Limits
+    http: HttpOptions
     faults: tuple[str, ...]
     log_level: str
 
@@ -87,6 +97,7 @@ class NodeOptions:
             transfer_host=args.transfer_host or args.host,
             security=Security(args.auth_key_file, args.insecure, args.api_key, args.api_key_file),
             limits=Limits(args.max_queue, tuple(args.deadline), args.drain_timeout),
+            http=HttpOptions(args.max_connections, args.keep_alive, tuple(args.cors_origin)),
             faults=tuple(args.fault),
             log_level=args.log_level,
         )
@@ -139,6 +150,7 @@ def node_parser(prog: str, description: str, *, port: int) -> argparse.ArgumentP
 
     _add_security(parser)
     _add_limits(parser)
+    _add_http(parser)
 
     testing = parser.add_argument_group("testing and logs")
     testing.add_argument("--permute-ids", type=int, metavar="SEED", help="hand out pages and slots in a shuffled order")
@@ -171,6 +183,31 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         metavar="SECONDS",
         help="after SIGTERM, SIGINT or SIGHUP: time for what is under way; a second signal ends at once",
+    )
+
+
+def _add_http(parser: argparse.ArgumentParser) -> None:
+    http = parser.add_argument_group("HTTP (more limits, without options: see README.md, Security)")
+    http.add_argument(
+        "--max-connections",
+        type=_positive,
+        default=1024,
+        metavar="N",
+        help="open HTTP connections; for one more, the one that has waited longest for a request is closed",
+    )
+    http.add_argument(
+        "--keep-alive",
+        type=_seconds,
+        default=75.0,
+        metavar="SECONDS",
+        help="how long a connection may be open without a request: longer than proxies and clients keep theirs",
+    )
+    http.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let browsers use the API from pages of this origin, e.g. https://chat.example; *: from any (repeatable)",
     )
 
 

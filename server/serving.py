@@ -17,6 +17,9 @@ import uvicorn
 
 from server import __version__
 from server.api import create_app
+from server.api.http_connections import ConnectionManager, allow_open_files
+from server.api.http_limits import HttpLimits
+from server.api.http_protocol import http_config
 from server.engine.engine import Engine
 from server.engine.events import Event
 from server.engine.request import Backend
@@ -77,13 +80,7 @@ async def serve(
         cold_draft=cold_draft,
     )
     ground.inbox.attach(engine)
-    config = uvicorn.Config(
-        create_app(node, ground.parts.metrics.registry, version=__version__, api_key=ground.keys.api_key),
-        log_config=None,
-        access_log=options.log_level == "debug",
-        timeout_graceful_shutdown=_SHUTDOWN_S,
-    )
-    server, signals = _Server(config), _Signals()
+    server, signals = _Server(_http_config(node, ground)), _Signals()
     async with _running(node, engine):
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
         await _until(lambda: server.started or serving.done())
@@ -103,6 +100,21 @@ async def serve(
         log.exception("the HTTP server ended by an exception")
         return 1
     return 0 if is_alive and signals.n_seen else 1
+
+
+def _http_config(node: Node, ground: Groundwork) -> uvicorn.Config:
+    options, registry = ground.options, ground.parts.metrics.registry
+    http = options.http
+    limits = HttpLimits(max_connections=http.max_connections, keep_alive_s=http.keep_alive_s)
+    allow_open_files(http.max_connections)
+    app = create_app(node, registry, version=__version__, api_key=ground.keys.api_key, cors_origins=http.cors_origins)
+    return http_config(
+        app,
+        ConnectionManager(limits, registry),
+        log_config=None,
+        access_log=options.log_level == "debug",
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+    )
 
 
 class _Signals:

@@ -15,6 +15,8 @@ from server.transfer.deadlines import DeadlineError
         ("--max-queue", "0", "0 is not a positive number"),
         ("--drain-timeout", "-1", "-1 is no number of seconds"),
         ("--drain-timeout", "inf", "inf is no number of seconds"),
+        ("--max-connections", "0", "0 is not a positive number"),
+        ("--keep-alive", "nan", "nan is no number of seconds"),
         ("--port", "65536", "65536 is not a port"),
     ],
 )
@@ -24,6 +26,12 @@ def test_a_number_out_of_range_is_refused(
     with pytest.raises(SystemExit, match="2"):
         node_parser("node", "", port=1).parse_args([option, value])
     assert words in capsys.readouterr().err
+
+
+def test_connections_are_kept_longer_than_proxies_keep_theirs() -> None:
+    options = NodeOptions.from_namespace(node_parser("node", "", port=1).parse_args([]))
+    assert options.http.keep_alive_s >= 75  # nginx: 60 s, cloud balancers: 60 s, httpx: 5 s
+    assert options.http.cors_origins == ()
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

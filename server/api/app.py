@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CollectorRegistry
 
 from server.api.chat import chat_router
 from server.api.completions import completions_router
 from server.api.errors import install_error_handlers
 from server.api.info import info_router, models_router
-from server.api.middleware import ApiKey, BodyLimit, ResponseCount
+from server.api.middleware import ApiKey, HeadAsGet, ResponseCount, WholeBody
 from server.api.request_id import RequestId
 from server.engine.request import Backend
-
-MAX_BODY_NBYTES = 8 << 20
 
 
 def create_app(
     backend: Backend,
     registry: CollectorRegistry,
     *,
-    max_body_nbytes: int = MAX_BODY_NBYTES,
     version: str = "0.1.0",
     api_key: str | None = None,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """The routes for ``backend``. Those of a prefill node are the same; it refuses requests that name no room.
 
     ``registry`` is what ``/metrics`` shows; the count of HTTP answers is added to it, so it takes one app.
-    ``api_key`` is what clients must send, if any.
+    ``api_key`` is what clients must send, if any. Browsers may use it from pages of ``cors_origins`` (``*``: of any).
+    What a client may cost is limited below the app, see :mod:`server.api.http_protocol`.
     """
     app = FastAPI(
         title="dsv4-pd-server",
@@ -35,10 +37,19 @@ def create_app(
         responses={"4XX": {"description": "The request's fault"}, "5XX": {"description": "The server's fault"}},
     )
     install_error_handlers(app)
-    app.add_middleware(BodyLimit, max_nbytes=max_body_nbytes)
+    app.add_middleware(WholeBody)
     if api_key is not None:
         app.add_middleware(ApiKey, key=api_key)
     app.add_middleware(ResponseCount, registry=registry)
+    app.add_middleware(HeadAsGet)
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
     app.add_middleware(RequestId)
     app.include_router(info_router(backend, registry))
     app.include_router(models_router(backend))

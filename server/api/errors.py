@@ -21,7 +21,7 @@ RETRY_AFTER_S = 1
 CLIENT_CLOSED_REQUEST = 499
 MAX_MESSAGE_CHARS = 2000
 MAX_PARAM_CHARS = 200
-_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 class InvalidRequest(RequestFailed):
@@ -137,6 +137,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     message = str(error.detail)
     if error.status_code == HTTPStatus.NOT_FOUND:
         message = f"There is no {request.url.path} here."
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and request.method == "OPTIONS":
+        return Response(status_code=HTTPStatus.NO_CONTENT, headers=error.headers)
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"{request.url.path} does not take {request.method}."
     body = error_body(message, status=error.status_code, code=_CODES.get(error.status_code, "invalid_request"))

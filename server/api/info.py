@@ -69,6 +69,7 @@ def models_router(backend: Backend) -> APIRouter:
         "max_model_len": backend.max_context,
     }
 
+    @router.get("/v1/models/", include_in_schema=False)
     @router.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": [card]}

@@ -1,17 +1,18 @@
-"""What wraps every HTTP request: the key it needs, a limit on its body and a count of its answer."""
+"""What wraps every HTTP request: the key it needs, its method, its body, and a count of its answer."""
 
 from __future__ import annotations
 
 import hmac
 
 from prometheus_client import CollectorRegistry, Counter
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.errors import error_body, error_response
+from server.api.errors import CLIENT_CLOSED_REQUEST, error_body, error_response
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """For probes and scrapers, which seldom have keys. They tell states and counts, nothing that a client has said."""
+UNSENT_STATUS = "unsent_status"
+"""In the request's ``state``: how it ended, where the application did not answer it."""
 
 
 class ApiKey:
@@ -41,33 +42,53 @@ class ApiKey:
         return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
 
 
-class BodyLimit:
-    """Refuses bodies of more than ``max_nbytes`` with 413, by their declared length or as soon as they exceed it."""
+class HeadAsGet:
+    """Answers HEAD as GET, without the body."""
 
-    def __init__(self, app: ASGIApp, max_nbytes: int) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._max_nbytes = max_nbytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def without_body(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app({**scope, "method": "GET"}, receive, without_body)
+
+
+class WholeBody:
+    """Reads a request's body before the application runs. Where the client goes first, the application never begins:
+    its exceptions would keep what was read in cycles, until the garbage collector comes by.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = _declared_nbytes(scope)
-        received = 0
-
-        async def limited() -> Message:
-            nonlocal received
-            self._check(declared)
+        pieces: list[bytes] = []
+        more_body = True
+        while more_body:
             message = await receive()
-            received += len(message.get("body", b""))
-            self._check(received)
-            return message
+            if message["type"] != "http.request":
+                scope.setdefault("state", {}).setdefault(UNSENT_STATUS, CLIENT_CLOSED_REQUEST)
+                return
+            pieces.append(message.get("body", b""))
+            more_body = message.get("more_body", False)
+        waiting: list[Message] = [{"type": "http.request", "body": b"".join(pieces), "more_body": False}]
+        pieces.clear()
 
-        await self._app(scope, limited, send)
+        async def whole() -> Message:
+            return waiting.pop() if waiting else await receive()
 
-    def _check(self, nbytes: int) -> None:
-        if nbytes > self._max_nbytes:
-            raise HTTPException(413, f"The body is larger than {self._max_nbytes} bytes.")
+        await self._app(scope, whole, send)
 
 
 class ResponseCount:
@@ -96,11 +117,5 @@ class ResponseCount:
             await self._app(scope, receive, noted)
         finally:
             route = getattr(scope.get("route"), "path", "other")
+            status = scope.get("state", {}).get(UNSENT_STATUS, status)
             self._responses.labels(route=route, status=status).inc()
-
-
-def _declared_nbytes(scope: Scope) -> int:
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit():
-            return int(value)
-    return 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -8,10 +9,14 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from server.api import create_app
+from server.api.http_connections import ConnectionManager
+from server.api.http_limits import HttpLimits
+from server.api.http_protocol import http_config
 from server.engine.tokenizer import Tokenizer
 from tests.api.byte_bpe import write_tokenizer_dir
 from tests.api.fakes import FakeBackend
@@ -34,7 +39,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def app(backend: FakeBackend, registry: CollectorRegistry) -> FastAPI:
-    return create_app(backend, registry, max_body_nbytes=100_000)
+    return create_app(backend, registry)
 
 
 @pytest.fixture
@@ -44,13 +49,19 @@ async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-@pytest.fixture
-def server_url(app: FastAPI) -> Iterator[str]:
-    """The app behind a real uvicorn on a loopback port, in a thread of its own."""
+@contextlib.contextmanager
+def serving(app: FastAPI, registry: CollectorRegistry, limits: HttpLimits | None = None) -> Iterator[str]:
+    """The app behind the real HTTP server on a loopback port, in a thread of its own, as the nodes run it."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+        manager = ConnectionManager(limits or HttpLimits(), registry)
+        server = uvicorn.Server(http_config(app, manager, log_level="warning", timeout_graceful_shutdown=2))
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(server.serve([listener]))
+
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         while not server.started:
             thread.join(0.01)
@@ -58,3 +69,9 @@ def server_url(app: FastAPI) -> Iterator[str]:
         server.should_exit = True
         thread.join(10)
         assert not thread.is_alive()
+
+
+@pytest.fixture
+def server_url(app: FastAPI, registry: CollectorRegistry) -> Iterator[str]:
+    with serving(app, registry) as url:
+        yield url

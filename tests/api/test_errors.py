@@ -212,21 +212,17 @@ async def test_body_that_is_not_declared_as_json_is_a_400(client: httpx.AsyncCli
     assert "Content-Type: application/json" in error_of(answer, 400)["message"]
 
 
-async def test_large_body_is_a_413(client: httpx.AsyncClient) -> None:
-    assert error_of(await complete(client, prompt="x" * 100_001), 413)["code"] == "body_too_large"
-
-    async def parts() -> Any:
-        for _ in range(11):
-            yield b"x" * 10_000
-
-    error_of(await client.post("/v1/completions", content=parts()), 413)  # no declared length
-
-
 async def test_wrong_method_and_unknown_path_have_the_same_shape(client: httpx.AsyncClient) -> None:
     answer = await client.get("/v1/completions")
     assert "GET" in error_of(answer, 405)["message"]
     assert answer.headers["allow"] == "POST"
     assert "/v1/nothing" in error_of(await client.get("/v1/nothing"), 404)["message"]
+
+
+@pytest.mark.parametrize(("path", "allow"), [("/v1/completions", "POST"), ("/health", "GET"), ("/metrics", "GET")])
+async def test_options_tells_the_method(client: httpx.AsyncClient, path: str, allow: str) -> None:
+    answer = await client.options(path)
+    assert (answer.status_code, answer.headers["allow"], answer.content) == (204, allow, b"")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -14,6 +14,7 @@ async def test_models(client: httpx.AsyncClient) -> None:
     [card] = (await client.get("/v1/models")).json()["data"]
     assert (card["id"], card["max_model_len"]) == ("tiny", 256)
     assert (await client.get("/v1/models/tiny")).json() == card
+    assert (await client.get("/v1/models/")).json() == {"object": "list", "data": [card]}
     answer = await client.get("/v1/models/some/other")
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "model_not_found"
@@ -29,6 +30,21 @@ async def test_health_and_readiness_give_the_reason(client: httpx.AsyncClient, b
         assert answer.status_code == 503
         assert answer.json()["error"]["message"] == reason
         assert "retry-after" in answer.headers
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/metrics", "/server_info"])
+def test_head_is_get_without_the_body(server_url: str, backend: FakeBackend, path: str) -> None:
+    backend.readiness = (False, "no prefill node answers")
+    with httpx.Client(base_url=server_url) as client:
+        answers = [client.request(method, path) for method in ("GET", "HEAD", "GET")]
+    get, without_body, again = answers
+    assert get.status_code == without_body.status_code == again.status_code == (503 if path == "/ready" else 200)
+    assert without_body.content == b""
+    assert {*get.headers} == {*without_body.headers}
+
+
+async def test_head_of_a_route_without_get_is_a_405(client: httpx.AsyncClient) -> None:
+    assert (await client.head("/v1/completions")).status_code == 405
 
 
 async def test_server_and_model_info(client: httpx.AsyncClient) -> None:

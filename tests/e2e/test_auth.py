@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.api.raw_http import RawConnection, head
 from tests.support.processes import ProcessPair, decode_process, process_pair, until
 
 API_KEY = "sk-of-the-test"
@@ -45,6 +47,27 @@ def test_the_pair_serves_whoever_has_the_api_key(pair: ProcessPair) -> None:
     assert answer.headers["x-pd-prefill"] == pair.address
     assert pair.d.http.get("/server_info").status_code == 401
     assert pair.p.info()["control_plane_takes"] == "key"
+
+
+def test_the_limits_of_http_hold_before_the_key(pair: ProcessPair) -> None:
+    for node in (pair.p, pair.d):
+        with RawConnection(node.url) as connection:
+            connection.send(b"GET /server_info HTTP/1.1\r\n")
+            assert connection.send_until_refused(b"a: b\r\n" * 10_000, 100 << 20) < 50 << 20
+        assert node.metrics()["pd_http_refused_total{reason=headers_too_large}"] == 1
+
+
+def test_large_bodies_do_not_keep_out_small_requests(pair: ProcessPair) -> None:
+    large = head("POST", "/v1/completions", Authorization=f"Bearer {API_KEY}", Content_Length=(7 << 20) + 1)
+    with contextlib.ExitStack() as stack:
+        for _ in range(12):
+            connection = stack.enter_context(RawConnection(pair.d.url)).send(large)
+            connection.send_until_refused(bytes(1 << 16), 7 << 20)
+        assert complete(pair.d.url, API_KEY).status_code == 200
+        metrics = pair.d.metrics()
+        assert metrics["pd_http_held_body_bytes"] <= 64 << 20
+        assert metrics["pd_http_refused_total{reason=too_many_bodies}"] >= 2
+    until(lambda: pair.d.metrics()["pd_http_held_body_bytes"] == 0, 20, "the bodies are gone")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from server.api import create_app
+from server.api.http_connections import ConnectionManager
+from server.api.http_limits import HttpLimits
+from server.api.http_protocol import http_config
 from server.engine.request import Backend
 
 
@@ -21,7 +24,8 @@ async def http_server(node: Backend, registry: CollectorRegistry) -> AsyncIterat
     """Serves ``node`` on a free loopback port; yields the base URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(create_app(node, registry), log_level="warning", timeout_graceful_shutdown=2)
+        manager = ConnectionManager(HttpLimits(), registry)
+        config = http_config(create_app(node, registry), manager, log_level="warning", timeout_graceful_shutdown=2)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve([listener]))
         while not server.started:  # noqa: ASYNC110
