@@ -32,6 +32,8 @@ DRAIN_S = 3.0
 DEFAULT_SPEC_TOKENS = 3
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 120.0
+EXAMPLE = "Question: Tom has 8 bags with 8 books each. How many books does Tom have?\nAnswer:"
+"""Of the kind that the bundled model was trained for. It answers `` 8 * 8 = 64 #### 64``."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def serve(args: argparse.Namespace, pair: Pair) -> None:
     print(f"expected: {problem.answer}\n{proof}\n")
     if args.once:
         return
-    shown = json.dumps({"prompt": "Question: What is 3 + 4 ?\nAnswer:", "max_tokens": 32, "temperature": 0})
+    shown = json.dumps({"prompt": EXAMPLE, "max_tokens": 32, "temperature": 0, "stop": list(STOP)})
     print("serving until Ctrl-C; try:")
     print(f"  curl {decode_url}/v1/completions -H 'content-type: application/json' -d '{shown}'")
     pair.wait()

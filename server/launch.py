@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -39,6 +39,7 @@ from server.node.logs import open_standard_streams, process_log
 from server.node.parts import NodeParts
 from server.node.ports import PortError
 from server.options import NodeOptions, Security
+from server.transfer.addresses import is_ipv6, split_address
 from server.transfer.auth import AuthError, Guard, read_secret
 from server.transfer.deadlines import DeadlineError, parse_deadlines
 from server.transfer.engines.base import TransferEngine, TransferError, TransportMisconfigured
@@ -256,6 +257,19 @@ def check_transfer_host(options: NodeOptions) -> None:
 
 class _EndedEarly(BaseException):
     """A signal asked for the end before the node served."""
+
+
+def check_families(options: NodeOptions, peers: Sequence[str]) -> None:
+    """Mooncake speaks IPv4 or IPv6, not both: a pair's addresses must be of one kind. Names stand for IPv4 addresses.
+
+    Raises :class:`TransportMisconfigured`.
+    """
+    for peer in peers:
+        if is_ipv6(split_address(peer)[0]) != is_ipv6(options.transfer_host):
+            raise TransportMisconfigured(
+                f"prefill {peer} and this node's own {options.transfer_host} (--host or --transfer-host) are an IPv4 "
+                "and an IPv6 address: Mooncake speaks one of the two, so give both nodes addresses of the same kind"
+            )
 
 
 def run(prog: str, options: NodeOptions, start: Callable[[], Awaitable[int]]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def node_parser(prog: str, description: str, *, port: int) -> argparse.ArgumentP
     memory.add_argument("--poison", action="store_true", help="fill free memory with NaN, so that stray reads show")
 
     network = parser.add_argument_group("network")
-    network.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    network.add_argument("--host", type=_host, default="127.0.0.1", help="address to listen on, IPv4 or IPv6")
     network.add_argument("--port", type=port_number, default=port, help="HTTP port (0: any free one)")
     network.add_argument(
         "--transport",
@@ -144,6 +145,7 @@ def node_parser(prog: str, description: str, *, port: int) -> argparse.ArgumentP
 
     network.add_argument(
         "--transfer-host",
+        type=_host,
         metavar="HOST",
         help="address at which the peers reach this node's Mooncake endpoint (default: --host)",
     )
@@ -244,7 +246,27 @@ def peer_address(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:BOOTSTRAP_PORT")
+    if (":" in host or "[" in host) and not (host.startswith("[") and _is_ipv6(host[1:-1]) and host.endswith("]")):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not HOST:BOOTSTRAP_PORT: an IPv6 address stands in brackets, such as [::1]:8998"
+        )
     return text
+
+
+def _host(text: str) -> str:
+    """A name or an address; an IPv6 address may stand in brackets, as in a URL."""
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if (":" in host or host != text) and not _is_ipv6(host):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a host: give a name or an address without a port")
+    return host
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _seconds(text: str) -> float:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import bench
 import faults
+import faults_matrix
 import fuzz
 import gsm8k
 import knockout
@@ -25,14 +28,28 @@ from server.model.loader import has_draft
 from server.model.state import state_components
 from server.options import BUNDLED_MODEL
 from server.prefill import launch as prefill_launch
+from tests.support.examples import DOCUMENTS, README, commands
 
 ROOT = Path(__file__).resolve().parent.parent
-README, LAYOUT = ROOT / "README.md", ROOT / "docs" / "layout.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+LAYOUT = ROOT / "docs" / "layout.md"
 FOLDERS = ("server", "scripts", "tests", "docs", "docker")
 ROUTER_OPTIONS = {"--pd-disaggregation", "--decode"}
 """Of the router's command line, which is not ours."""
 MOST_LINES_TO_FOLLOW_A_REQUEST = 1500
+PROGRAMS: dict[str, Callable[[list[str]], object]] = {
+    "launch_prefill": prefill_launch.main,
+    "launch_decode": decode_launch.main,
+    "quickstart": quickstart.parse_args,
+    "gsm8k.py": gsm8k.parse_args,
+    "bench.py": bench.parse_args,
+    "knockout.py": knockout.main,
+    "soak.py": soak.main,
+    "faults.py": faults.main,
+    "faults_matrix.py": faults_matrix.main,
+    "fuzz.py": fuzz.main,
+}
+RUN_ELSEWHERE = ("curl", "test", "python")
+"""``curl`` against a real pair; ``scripts/test`` runs this; ``python -m`` starts the router, which is not ours."""
 
 
 def tables(document: Path) -> Iterator[list[list[str]]]:
@@ -156,6 +173,43 @@ def test_named_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
     for document in DOCUMENTS:
         named = words_like(document, r"(?<![\w-])--[a-z][a-z-]*")
         assert named - known - ROUTER_OPTIONS == set(), document.name
+
+
+class Understood(Exception):
+    """A parser took a command line."""
+
+
+def test_every_command_in_the_documents_is_understood(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its own parser. The examples with an answer are run in tests/e2e/test_quickstart.py and test_processes.py."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        parse(parser, *args, **kwargs)
+        raise Understood
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    n_understood = 0
+    for document in DOCUMENTS:
+        for command in commands(document):
+            program, *arguments = [word for word in command if word != ".venv/bin/python"]
+            if Path(program).name not in RUN_ELSEWHERE:
+                outcome = outcome_of(PROGRAMS[Path(program).name], arguments)
+                assert outcome == 0, f"{document.name}: {command}: {capsys.readouterr().err}"
+                n_understood += 1
+    assert n_understood > 10
+
+
+def outcome_of(main: Callable[[list[str]], object], arguments: list[str]) -> object:
+    """0 if the parser took the arguments, or showed its help; else its exit code."""
+    try:
+        main(arguments)
+    except Understood:
+        return 0
+    except SystemExit as ended:
+        return ended.code or 0
+    return "it ran without parsing"
 
 
 def test_a_request_can_be_followed_in_few_lines() -> None:

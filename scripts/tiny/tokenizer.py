@@ -27,8 +27,10 @@ CHAT_TEMPLATE = """\
     {%- endif -%}
   {%- elif message['role'] == 'assistant' -%}
     {{- message['content'] + eos_token -}}
-  {%- else -%}
+  {%- elif message['role'] == 'system' -%}
     {{- message['content'] -}}
+  {%- else -%}
+    {{- raise_exception('messages have the role system, user or assistant, not ' + message['role'][:60]) -}}
   {%- endif -%}
 {%- endfor -%}
 """

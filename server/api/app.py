@@ -34,6 +34,8 @@ def create_app(
     app = FastAPI(
         title="dsv4-pd-server",
         version=version,
+        docs_url=None,  # the pages of FastAPI load their scripts from the internet
+        redoc_url=None,
         responses={"4XX": {"description": "The request's fault"}, "5XX": {"description": "The server's fault"}},
     )
     install_error_handlers(app)

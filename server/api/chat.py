@@ -28,6 +28,7 @@ def chat_router(backend: Backend) -> APIRouter:
         """Answers a conversation, spelt by the model directory's own chat template."""
         check_model(backend, body.model)
         ignored = [*body.ignored, *fields_without_effect(body, backend.tokenizer.template_reads)]
+        check_roles(body, backend.tokenizer)
         messages = [message.for_template() for message in body.messages]
         prompt = await encode_chat(
             backend.tokenizer,
@@ -41,6 +42,17 @@ def chat_router(backend: Backend) -> APIRouter:
         return response
 
     return router
+
+
+def check_roles(body: ChatCompletionRequest, tokenizer: TokenizerLike) -> None:
+    """Refuses a role that the chat template does not tell from the others.
+
+    :raises InvalidRequest: what such a message says would stand in the prompt as if the user had said it.
+    """
+    for role in {message.role for message in body.messages}:
+        if not tokenizer.template_knows_role(role):
+            message = f"messages: the chat template of this model does not know the role {role[:60]!r}."
+            raise InvalidRequest("messages", message, code="unknown_role")
 
 
 def fields_without_effect(body: ChatCompletionRequest, template_reads: Callable[[str], bool]) -> list[str]:

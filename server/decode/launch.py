@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from server.cache.specs import DRAFT
 from server.decode.node import DecodeNode
 from server.decode.settings import DecodeSettings
-from server.launch import check_model, check_transfer_host, lay_groundwork, prove_transport, read_keys, run
+from server.launch import (
+    check_families,
+    check_model,
+    check_transfer_host,
+    lay_groundwork,
+    prove_transport,
+    read_keys,
+    run,
+)
 from server.node.ports import take_port
 from server.options import NodeOptions, node_parser, peer_address
 from server.serving import serve
@@ -29,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="append",
         type=peer_address,
         metavar="HOST:BOOTSTRAP_PORT",
-        help="a prefill node to take state from (repeatable)",
+        help="a prefill node to take state from (repeatable); an IPv6 address stands in brackets",
     )
     where.add_argument("--local-prefill", action="store_true", help="compute prompts here, without any peer")
     speculation = parser.add_argument_group("speculative decoding")
@@ -56,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         keys = read_keys(options.security)
         if peers is not None:
             check_transfer_host(options)
+            check_families(options, peers)
             keys.guard.check_peers(peers)
         http = take_port(options.host, options.port, "--port")
         if peers is not None:

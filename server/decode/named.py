@@ -6,6 +6,8 @@ is not.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from server.decode.receiver import Receiver
 from server.decode.work import Work
 from server.engine.request import NamedRoom, RequestFailed
+from server.transfer.addresses import split_address
 from server.transfer.peer import PeerLink
 from server.transfer.protocol import Abort, RoomIds, Waiting, clip
 from server.transfer.rooms import Failure, RoomKey
@@ -42,9 +45,13 @@ def link_of(receiver: Receiver | None, named: NamedRoom) -> PeerLink:
     raise RequestFailed("unknown_prefill", message, status=503)
 
 
-def _normal(address: str) -> str:
-    host, _, port = address.lower().rpartition(":")
-    return f"{'127.0.0.1' if host == _LOCALHOST else host}:{port}"
+def _normal(address: str) -> tuple[str, int]:
+    """The same for every spelling of an address; a name stays a name."""
+    host, port = split_address(address.lower())
+    host = "127.0.0.1" if host == _LOCALHOST else host.strip("[]")
+    with contextlib.suppress(ValueError):
+        host = str(ipaddress.ip_address(host))
+    return host, port
 
 
 @dataclass

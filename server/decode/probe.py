@@ -14,6 +14,7 @@ from server.cache.arena import Arena
 from server.cache.layout import PROBE_NBYTES, Run
 from server.transfer.peer import PeerLink
 from server.transfer.protocol import PROBE_BLOCK_NBYTES, Probe, ProbeDone
+from server.transfer.rooms import Deadlines, Failure
 
 
 def transport_of(link: PeerLink) -> str | None:
@@ -30,17 +31,26 @@ class _Result:
     error: str | None
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A probe under way."""
+
+    link: PeerLink
+    probe: Probe
+    answer: asyncio.Future[ProbeDone]
+
+
 class Prober:
     """Asks peers for probe writes.
 
     Every write has a lane of the probe region to itself while it is under way; a result is good for ``fresh_s``.
     """
 
-    def __init__(self, arena: Arena, deadline_s: float, fresh_s: float = 2.0) -> None:
+    def __init__(self, arena: Arena, deadlines: Deadlines, fresh_s: float = 2.0) -> None:
         self._arena = arena
-        self._deadline_s, self._fresh_s = deadline_s, fresh_s
+        self._deadlines, self._fresh_s = deadlines, fresh_s
         self._nonces = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[ProbeDone]] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._last: dict[str, _Result] = {}
         self._lock = asyncio.Lock()
         self._lanes: asyncio.Queue[int] = asyncio.Queue()
@@ -83,17 +93,30 @@ class Prober:
 
     def on_done(self, message: ProbeDone) -> None:
         waiting = self._waiting.get(message.nonce)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(message)
+        if waiting is not None and not waiting.answer.done():
+            waiting.answer.set_result(message)
+
+    def on_lost(self, link: PeerLink, failure: Failure) -> None:
+        """Nobody will answer any more."""
+        for waiting in self._waiting.values():
+            if waiting.link is link:
+                probe = waiting.probe
+                self.on_done(ProbeDone(probe.prefill, probe.decode, probe.nonce, 0, failure.reason))
 
     async def _probe(self, link: PeerLink, probe: Probe) -> str | None:
-        self._waiting[probe.nonce] = asyncio.get_running_loop().create_future()
+        """Asks, and again while there is no answer: one of the two messages may be lost."""
+        answer: asyncio.Future[ProbeDone] = asyncio.get_running_loop().create_future()
+        self._waiting[probe.nonce] = _Waiting(link, probe, answer)
+        again_s, deadline_s = self._deadlines.resend_s, self._deadlines.probe_s
         try:
-            link.send(probe)
-            async with asyncio.timeout(self._deadline_s):
-                done = await self._waiting[probe.nonce]
+            async with asyncio.timeout(deadline_s):
+                while not answer.done():
+                    link.send(probe)
+                    await asyncio.wait({answer}, timeout=again_s)
+                    again_s = min(2 * again_s, self._deadlines.resend_cap_s)
+            done = answer.result()
         except TimeoutError:
-            return f"no answer to a probe transfer within {self._deadline_s:g} s"
+            return f"no answer to a probe transfer within {deadline_s:g} s"
         finally:
             del self._waiting[probe.nonce]
         if done.reason:

@@ -87,7 +87,7 @@ class Receiver:
         self._metrics = parts.metrics
         self._faults = parts.faults
         self._damage = RowDamage(parts.arena)
-        self._prober = Prober(parts.arena, deadlines.probe_s)
+        self._prober = Prober(parts.arena, deadlines)
         self._works: dict[RoomKey, Work] = {}
         self._committed: OrderedDict[RoomKey, None] = OrderedDict()
         self._proofs: dict[RoomKey, Proof] = {}
@@ -167,6 +167,7 @@ class Receiver:
         self._owner.peers_changed()
 
     def on_lost(self, link: PeerLink, failure: Failure) -> None:
+        self._prober.on_lost(link, failure)
         for work in self._rooms_of(link):
             self._step(work, PeerLost(failure))
         self._owner.peers_changed()

@@ -160,6 +160,10 @@ class TokenizerLike(Protocol):
         """Whether the chat template may read a variable or a message's field of this name."""
         ...
 
+    def template_knows_role(self, role: str) -> bool:
+        """Whether the chat template tells messages of this role from the user's, or refuses them itself."""
+        ...
+
 
 class Backend(Protocol):
     """What an HTTP app serves: a decode node, or a prefill node, which answers only requests whose room is named."""

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 """What the fingerprint covers, in this order; files that a directory lacks are left out."""
+
+_NO_ROLE = "zq-no-role-of-any-template"
 
 
 class Tokenizer:
@@ -118,6 +120,26 @@ class Tokenizer:
         template = self._hf.chat_template
         text = template if isinstance(template, str) else " ".join((template or {}).values())
         return re.search(rf"\b({re.escape(name)}|tojson|items|values)\b", text) is not None
+
+    def template_knows_role(self, role: str) -> bool:
+        """Whether the chat template marks messages of this role: it names the role, or writes the name of any role.
+
+        One that does neither would paste such a message as if the user had said it, who needs no mark.
+        """
+        if role == "user":
+            return True
+        template = self._hf.chat_template
+        text = template if isinstance(template, str) else " ".join((template or {}).values())
+        return re.search(rf"""(['"]){re.escape(role)}\1""", text) is not None or self._template_minds_roles
+
+    @cached_property
+    def _template_minds_roles(self) -> bool:
+        """Whether the chat template writes, or refuses itself, a role that it cannot know."""
+        messages = [{"role": "user", "content": "a"}, {"role": _NO_ROLE, "content": "b"}]
+        try:
+            return _NO_ROLE in str(self._hf.apply_chat_template(messages, tokenize=False))
+        except Exception:  # noqa: BLE001  (a template may raise anything; it will again, and the client is told)
+            return True
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any

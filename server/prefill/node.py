@@ -21,6 +21,7 @@ from server.node.supervisor import Supervisor
 from server.node.ticker import tick_for_ever
 from server.prefill.desk import RoomDesk
 from server.prefill.reception import Reception
+from server.transfer.addresses import join_address
 from server.transfer.bootstrap import Bootstrap, DecodePeer
 from server.transfer.engines.base import TransferEngine
 from server.transfer.manifest import TransportIdentity, build_manifest, new_incarnation
@@ -107,7 +108,7 @@ class PrefillNode:
         )
         settings = self._settings
         await bootstrap.start(settings.bootstrap_host, settings.bootstrap_port, settings.bootstrap_listener)
-        desk.pairing.address = f"{self._settings.bootstrap_host}:{bootstrap.port}"
+        desk.pairing.address = join_address(settings.bootstrap_host, bootstrap.port)
         self._ticker = ticker = asyncio.create_task(tick_for_ever(self.role, desk), name="prefill ticker")
         self._supervisor.watch(lambda: [ticker, *bootstrap.tasks, *desk.threads])
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from server.transfer.protocol import PROBE_BLOCK_NBYTES, Probe, ProbeDone, clip
 from server.transfer.sender import Piece, Sender, SendJob, SendOutcome, SendResult
 
 log = logging.getLogger(__name__)
+
+_ANSWERS_REMEMBERED = 256
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class PeerSender:
 class ProbeWriter:
     """Answers probes: writes a random block through the real sender, one at a time per lane of the probe region.
 
-    A probe that comes again while it is under way has one answer.
+    A probe that comes again is one write: while it is under way it has one answer, afterwards the same answer again. A
+    second write could land in a lane that the decode node uses for another probe by then.
     """
 
     def __init__(self, arena: Arena, deadline_s: float, answer: Callable[[DecodePeer, ProbeDone], None]) -> None:
@@ -78,10 +82,14 @@ class ProbeWriter:
         self._answer = answer
         self._free_lanes = list(range(PROBE_NBYTES // PROBE_BLOCK_NBYTES))
         self._running: dict[ProbeKey, tuple[PeerSender, Probe, int, int]] = {}
+        self._answered: OrderedDict[ProbeKey, ProbeDone] = OrderedDict()
 
     def start(self, target: PeerSender, probe: Probe) -> None:
         key = ProbeKey(probe.nonce, probe.decode)
         if key in self._running:
+            return
+        if key in self._answered:
+            self._answer(target.peer, self._answered[key])
             return
         if not self._free_lanes:
             self.refuse(target, probe, "too many probes at once")
@@ -103,11 +111,15 @@ class ProbeWriter:
         target.sender.forget(key)
         reason = "" if result.outcome is SendOutcome.APPLIED else result.reason or result.outcome
         target.probe = (time.monotonic(), reason)
-        self._reply(target, probe, digest, reason)
+        self._answered[key] = self._reply(target, probe, digest, reason)
+        while len(self._answered) > _ANSWERS_REMEMBERED:
+            self._answered.popitem(last=False)
 
     def refuse(self, target: PeerSender, probe: Probe, reason: str) -> None:
         """Answers without a write."""
         self._reply(target, probe, 0, reason)
 
-    def _reply(self, target: PeerSender, probe: Probe, digest: int, reason: str) -> None:
-        self._answer(target.peer, ProbeDone(probe.prefill, probe.decode, probe.nonce, digest, clip(reason)))
+    def _reply(self, target: PeerSender, probe: Probe, digest: int, reason: str) -> ProbeDone:
+        done = ProbeDone(probe.prefill, probe.decode, probe.nonce, digest, clip(reason))
+        self._answer(target.peer, done)
+        return done

@@ -18,6 +18,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
+from server.transfer.addresses import split_address
+
 MIN_SECRET_CHARS = 32
 HOW_TO_MAKE_A_KEY = "(umask 077 && openssl rand -hex 32 > FILE)"
 
@@ -129,8 +131,7 @@ class Guard:
         if self.rule != "loopback":
             return
         for address in addresses:
-            host = address.rpartition(":")[0].strip("[]")
-            if not is_loopback(host):
+            if not is_loopback(split_address(address)[0]):
                 raise AuthError(
                     f"prefill {address} is not on this machine: give both nodes the same --auth-key-file, or trust the "
                     "network with --insecure on both"

@@ -16,8 +16,10 @@ import zmq.asyncio
 from msgspec import structs
 
 from server.cache.layout import ArenaLayout
+from server.transfer.addresses import is_ipv6, join_address
 from server.transfer.auth import Gatekeeper, Guard
-from server.transfer.handshake import Wire, end_wire_events, wire_events
+from server.transfer.connections import CHECK_S, Connections
+from server.transfer.handshake import Wire, end_wire_events, refuses_connections, wire_events
 from server.transfer.manifest import PEERS, PROTOCOL_VERSION, Manifest, Mismatch, compare, refusal_label
 from server.transfer.metrics import NodeMetrics
 from server.transfer.outbox import Outbox
@@ -44,6 +46,7 @@ log = logging.getLogger(__name__)
 MAX_PEERS = 64
 FRAMES_A_TURN = 32
 TICK_S = 0.25
+LOOK_AGAIN_S = 0.1
 _SENT_AT_MOST, _RECEIVED_AT_MOST = 10_000, 64
 """Frames of one peer that wait in ZMQ. The second, with the frames' size cap, bounds memory: the peer has to wait."""
 _REFUSED_REMEMBERED = 16
@@ -109,6 +112,8 @@ class Bootstrap:
         self._context = zmq.asyncio.Context()
         self._gatekeeper = Gatekeeper(self._context, self._guard, self._on_not_admitted)
         self._socket: zmq.asyncio.Socket | None = None
+        self._connections = Connections(0)
+        self._looks: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, host: str, port: int, listener: TcpSocket | None = None) -> None:
@@ -122,6 +127,7 @@ class Bootstrap:
         self._socket.setsockopt(zmq.SNDHWM, _SENT_AT_MOST)
         self._socket.setsockopt(zmq.RCVHWM, _RECEIVED_AT_MOST)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.IPV6, is_ipv6(host))
         self._guard.secure_prefill(self._socket)
         self._tasks = [
             asyncio.create_task(self._gatekeeper.run(), name="gatekeeper"),
@@ -130,11 +136,13 @@ class Bootstrap:
         if listener is not None:
             listener.setblocking(False)
             self._socket.setsockopt(zmq.USE_FD, listener.detach())
-        self._socket.bind(f"tcp://{host}:{port}")
+        self._socket.bind(f"tcp://{join_address(host, port)}")
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        self._connections = Connections(self.port)
         self._tasks += [
             asyncio.create_task(self._receive(self._socket), name="bootstrap receive"),
             asyncio.create_task(self._watch(), name="bootstrap watch"),
+            asyncio.create_task(self._cut_unfinished(), name="bootstrap guard"),
         ]
 
     @property
@@ -143,9 +151,10 @@ class Bootstrap:
         return self._tasks
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._looks]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._socket is not None:
             end_wire_events(self._socket)
             self._socket.close()
@@ -172,8 +181,9 @@ class Bootstrap:
             post(self._socket, frames)
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        async for frames in frames_of(socket):
+        async for frames, fd in frames_of(socket):
             self._metrics.received()
+            self._connections.heard(fd, frames[0])
             try:
                 self._on_frames(frames)
             except Exception:
@@ -241,7 +251,12 @@ class Bootstrap:
         self._quiet.warning(reason, f"did not let a peer at {address} in: {hint}")
 
     async def _watch_handshakes(self, socket: zmq.asyncio.Socket) -> None:
-        async for event in wire_events(socket):
+        async for told in wire_events(socket):
+            event = told.what
+            if event is Wire.CONNECTED:
+                self._connections.opened(told.fd)
+            elif event is Wire.LOST:
+                self._on_disconnected(self._connections.closed(told.fd))
             reason = _HANDSHAKES.get(event)
             if reason is not None:
                 self._metrics.handshake_refused(reason)
@@ -250,6 +265,30 @@ class Bootstrap:
             elif event is Wire.WRONG_MECHANISM:
                 whose = "this node has a key and the peer has none, or the other way round"
                 self._quiet.warning(event, f"did not let a peer in: {whose}")
+
+    async def _cut_unfinished(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_S)
+            for nbytes in self._connections.cut_unfinished():
+                self._metrics.dropped("oversize")
+                self._quiet.warning("unfinished", f"cut a connection: {nbytes} bytes of a message that does not end")
+
+    def _on_disconnected(self, routing_id: bytes) -> None:
+        for peer in self.peers.values():
+            if routing_id and peer.routing_id == routing_id:
+                look = asyncio.create_task(self._lose_if_gone(peer), name=f"look at {peer}")
+                self._looks.add(look)
+                look.add_done_callback(self._looks.discard)
+
+    async def _lose_if_gone(self, peer: DecodePeer) -> None:
+        """Its connection broke. A process that has ended refuses connections to its transport session as well."""
+        while not peer.lost and not self._connections.has(peer.routing_id):
+            if await refuses_connections(peer.manifest.session):
+                if not peer.lost:
+                    words = f"{peer} is gone: its connection broke, and nobody listens at its transport session"
+                    self._lose(peer, Failure("peer_lost", words, 502))
+                return
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     def _on_ping(self, routing_id: bytes, ping: Ping) -> None:
         peer = self.peers.get(ping.decode)
@@ -288,13 +327,15 @@ class Bootstrap:
             log.exception("losing %s could not be handled", peer)
 
 
-async def frames_of(socket: zmq.asyncio.Socket) -> AsyncIterator[list[bytes]]:
-    """Every message of a socket, for ever. Other tasks get their turn however fast a peer sends.
+async def frames_of(socket: zmq.asyncio.Socket) -> AsyncIterator[tuple[list[bytes], int]]:
+    """Every message of a socket with the file descriptor it came from, for ever. Other tasks get their turn however
+    fast a peer sends.
 
     ``recv_multipart`` does not let go of the event loop while there are messages.
     """
     for n_received in itertools.count(1):
-        yield await socket.recv_multipart()
+        frames = await socket.recv_multipart(copy=False)
+        yield [frame.bytes for frame in frames], int(frames[-1].get(zmq.SRCFD))
         if n_received % FRAMES_A_TURN == 0:
             await asyncio.sleep(0)
 

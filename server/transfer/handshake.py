@@ -17,6 +17,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from server.transfer.addresses import family_of, split_address
+
 _WRONG_KEY = 0x11000001
 """``ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC``, which pyzmq does not name."""
 _WRONG_MECHANISM = 0x11000002
@@ -44,8 +46,17 @@ class Wire(enum.StrEnum):
     NOT_ZMQ = "not_zmq"
 
 
+@dataclass(frozen=True)
+class WireEvent:
+    """``fd`` is the connection's file descriptor where one was made (``CONNECTED``) or is gone (``LOST``)."""
+
+    what: Wire
+    fd: int = -1
+
+
 _EVENTS = {
     zmq.Event.CONNECTED: Wire.CONNECTED,
+    zmq.Event.ACCEPTED: Wire.CONNECTED,
     zmq.Event.HANDSHAKE_SUCCEEDED: Wire.READY,
     zmq.Event.DISCONNECTED: Wire.LOST,
     zmq.Event.CONNECT_RETRIED: Wire.NOT_CONNECTED,
@@ -55,7 +66,7 @@ _EVENTS = {
 }
 
 
-async def wire_events(watched: zmq.asyncio.Socket) -> AsyncIterator[Wire]:
+async def wire_events(watched: zmq.asyncio.Socket) -> AsyncIterator[WireEvent]:
     """Everything that happens to the socket's connections, until :func:`end_wire_events`."""
     monitor = watched.get_monitor_socket(sum(_EVENTS))
     try:
@@ -67,7 +78,7 @@ async def wire_events(watched: zmq.asyncio.Socket) -> AsyncIterator[Wire]:
             event = _EVENTS[zmq.Event(number)]
             if event is Wire.NOT_ZMQ:
                 event = {_WRONG_KEY: Wire.WRONG_KEY, _WRONG_MECHANISM: Wire.WRONG_MECHANISM}.get(told["value"], event)
-            yield event
+            yield WireEvent(event, told["value"] if event in (Wire.CONNECTED, Wire.LOST) else -1)
     finally:
         monitor.close(0)
 
@@ -84,6 +95,8 @@ class Finding:
 
     reason: str
     refused: bool = False
+    gone: bool = False
+    """The system there refuses connections to the port: the process that listened has ended."""
 
 
 async def look_at(address: str, mechanism: str, event: Wire) -> Finding:
@@ -91,14 +104,12 @@ async def look_at(address: str, mechanism: str, event: Wire) -> Finding:
 
     ``mechanism`` is ours, ``NULL`` or ``CURVE``.
     """
-    host, _, port = address.rpartition(":")
     try:
-        async with asyncio.timeout(_LOOK_S):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        reader, writer = await _connect(address)
     except TimeoutError:
         return Finding(f"{address} did not take a connection within {_LOOK_S:g} s")
     except (OSError, ValueError) as error:
-        return Finding(f"nobody listens at {address} ({_cause(error)})")
+        return Finding(f"nobody listens at {address} ({_cause(error)})", gone=isinstance(error, ConnectionRefusedError))
     try:
         writer.write(_SIGNATURE_AND_VERSION)
         async with asyncio.timeout(_LOOK_S):
@@ -110,6 +121,25 @@ async def look_at(address: str, mechanism: str, event: Wire) -> Finding:
     finally:
         writer.close()
     return _read(address, mechanism, greeting, event)
+
+
+async def refuses_connections(address: str) -> bool:
+    """Whether the system at ``host:port`` says that nobody listens there; false for everything less certain."""
+    try:
+        _, writer = await _connect(address)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):  # TimeoutError is an OSError
+        return False
+    writer.close()
+    return False
+
+
+async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Raises :class:`TimeoutError`, another :class:`OSError`, or :class:`ValueError` for what is no address."""
+    host, port = split_address(address)
+    async with asyncio.timeout(_LOOK_S):
+        return await asyncio.open_connection(host, port, family=family_of(host))
 
 
 def _read(address: str, mechanism: str, greeting: bytes, event: Wire) -> Finding:

@@ -89,7 +89,7 @@ class PeerLink:
         self._deadlines = deadlines
         self._metrics = metrics
         self._outbox = outbox or Outbox()
-        self._dialer = Dialer(address, guard or Guard(), deadlines, self._receive, self._on_trouble)
+        self._dialer = Dialer(address, guard or Guard(), deadlines, self._receive, self._on_trouble, self._on_connected)
         self._heartbeat = Heartbeat(deadlines.peer_s, time.monotonic())
         self._changed = asyncio.Event()
         self._lost: Failure | None = None
@@ -303,12 +303,19 @@ class PeerLink:
 
     def _on_trouble(self, finding: Finding) -> None:
         """There is no connection: a verdict of the process that was connected before is void."""
+        if self.registered and finding.gone:
+            self._end(Failure("peer_lost", f"prefill {self.address} is gone: {finding.reason}", 502))
         if self.registered or self.state is PeerState.REGISTERED:
             return
         if finding.refused:
             self._refuse(AUTH, finding.reason)
         else:
             self._explain(finding.reason)
+
+    def _on_connected(self) -> None:
+        """If a connection has come back: is this the process that we know?"""
+        if self.registered and self.ours is not None:
+            self.send(Ping(self.ours.incarnation, self.ours.session))
 
     def _explain(self, reason: str) -> None:
         words = f"{self._why_lost}; now: {reason}" if self._why_lost else reason

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import pytest
 
 from server.engine.tokenizer import Tokenizer
 from tests.api.fakes import FakeBackend
@@ -36,6 +37,19 @@ async def test_content_may_be_text_parts(client: httpx.AsyncClient, backend: Fak
 async def test_assistant_message_may_have_no_content(client: httpx.AsyncClient) -> None:
     messages = [*HELLO, {"role": "assistant", "content": None}, {"role": "user", "content": "x", "name": "Tom"}]
     assert (await chat(client, messages=messages)).status_code == 200
+
+
+async def test_a_role_that_the_template_does_not_know_is_refused(
+    client: httpx.AsyncClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "template_knows_role", lambda _, role: role in ("user", "assistant"))
+    answer = await chat(client, messages=[{"role": "wizard" * 100, "content": "x"}, *HELLO])
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "unknown_role", "messages")
+    assert "does not know the role 'wizardwizard" in error["message"]
+    assert len(error["message"]) < 200
+    assert backend.requests == []
+    assert (await chat(client)).status_code == 200
 
 
 async def test_template_kwargs(client: httpx.AsyncClient, backend: FakeBackend, tokenizer: Tokenizer) -> None:

@@ -20,6 +20,14 @@ async def test_models(client: httpx.AsyncClient) -> None:
     assert answer.json()["error"]["code"] == "model_not_found"
 
 
+async def test_the_description_of_the_api_is_there_but_no_page_that_needs_the_internet(
+    client: httpx.AsyncClient,
+) -> None:
+    assert (await client.get("/openapi.json")).json()["info"]["title"] == "dsv4-pd-server"
+    for page in ("/docs", "/redoc", "/docs/oauth2-redirect"):
+        assert (await client.get(page)).status_code == 404
+
+
 async def test_health_and_readiness_give_the_reason(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     assert (await client.get("/health")).json() == {"status": "ok", "role": "decode", "reason": "running"}
     assert (await client.get("/ready")).status_code == 200

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import httpx
 import pytest
 
 from server.cache.live import LIVE_RULES
+from tests.support.examples import RIGHT_ANSWER, curl_of_the_readme, refusal_of_the_readme
 from tests.support.processes import NodeProcess, ProcessPair, decode_process, process_pair, until
 
 KNOWN_S = 5.0
@@ -256,15 +259,17 @@ def test_kill_9_of_the_decode_node(pair: ProcessPair) -> None:
     pair.wait_all_free()
 
 
-def test_a_component_that_the_sender_drops_fails_that_request_by_name(pair: ProcessPair) -> None:
-    """The command line's ``--fault``."""
+def test_the_readmes_forgotten_component_is_refused_as_the_readme_shows_it(pair: ProcessPair) -> None:
+    """The command line's ``--fault``, and what the same question answers afterwards."""
     pair.p.kill()
     pair.p.start("--fault", "drop:swa:1")
     pair.p.wait_for("/health")
     pair.d.wait_for("/ready")
-    failed = complete(pair.d, [20, 30, 40])
-    assert failed.status_code == 502
-    assert error_of(failed)["component"] == "swa"
-    assert "swa" in error_of(failed)["message"]
-    assert complete(pair.d, [20, 30, 40]).status_code == 200
+    curl = f"{curl_of_the_readme(pair.d.port).strip()} --silent"
+    failed = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=60, check=True).stdout
+    digest = re.compile(r"\b[0-9a-f]{16}\b")
+    assert json.loads(digest.sub("DIGEST", failed)) == json.loads(digest.sub("DIGEST", refusal_of_the_readme()))
+    assert len(set(digest.findall(failed))) == 2
+    answered = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert json.loads(answered)["choices"][0]["text"] == RIGHT_ANSWER
     pair.wait_all_free()

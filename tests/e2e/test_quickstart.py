@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.examples import README, RIGHT_ANSWER, commands, curl_of_the_readme, openai_of_the_readme
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,17 +59,41 @@ def test_one_command_shows_an_answer_and_its_proof() -> None:
     assert_gone(output)
 
 
-@pytest.mark.timeout(180)
-def test_ctrl_c_ends_the_serving_pair_cleanly() -> None:
+@pytest.mark.timeout(240)
+def test_the_examples_are_answered_right_until_ctrl_c_ends_the_pair_cleanly() -> None:
+    """What the quickstart suggests at its end, and what the README asks "with the pair of the quickstart running"."""
     process = start()
+    try:
+        output, shown = read_until(process, "  curl ")
+        (port,) = re.findall(r"curl http://127\.0\.0\.1:(\d+)/", shown)
+        for curl in (shown, curl_of_the_readme(port)):
+            answer = json.loads(run("bash", "-c", f"{curl.strip()} --silent"))
+            assert answer["choices"][0]["text"] == RIGHT_ANSWER
+        assert run(sys.executable, "-c", openai_of_the_readme(port)) == RIGHT_ANSWER
+        (gsm8k,) = [words for words in commands(README) if "--require-prefill" in words]
+        few = ("--num-questions", "4", "--min-accuracy", "0.75")
+        run(sys.executable, str(ROOT / gsm8k[1]), "--base-url", f"http://127.0.0.1:{port}", "--require-prefill", *few)
+    finally:
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output + rest
+    assert "killed" not in rest
+    assert_gone(output)
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> tuple[str, str]:
+    """What it has said up to the line with these words, and that line."""
     assert process.stdout is not None
     output = ""
     for line in process.stdout:
         output += line
-        if "  curl " in line:
-            break
-    process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output + rest
-    assert "killed" not in rest
-    assert_gone(output)
+        if words in line:
+            return output, line
+    raise AssertionError(f"{words!r} never came:\n{output}")
+
+
+def run(*command: str) -> str:
+    """Its standard output; it must end well."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

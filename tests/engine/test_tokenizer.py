@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from server.engine.request import RequestFailed
 from server.engine.tokenizer import Tokenizer, sampling_defaults
-from tests.api.byte_bpe import BOS, write_tokenizer_dir
+from tests.api.byte_bpe import BOS, CHAT_TEMPLATE, write_tokenizer_dir
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,26 @@ def test_template_error_is_a_400_with_its_reason(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestFailed, match="unknown role wizard") as failure:
         tokenizer.apply_chat_template([{"role": "wizard", "content": "x"}])
     assert (failure.value.code, failure.value.status) == ("chat_template_error", 400)
+
+
+PASTING = "{% for m in messages %}{% if m['role'] == 'user' %}<user>{% endif %}{{ m.content }}{% endfor %}"
+WRITING = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "known"),
+    [
+        (PASTING, {"user": True, "tool": False, "use": False}),
+        (WRITING, {"user": True, "tool": True}),
+        (CHAT_TEMPLATE, {"assistant": True, "wizard": True}),  # refuses one itself, with its own words
+        ("{{ messages[-1].content }}", {"user": True, "assistant": False}),
+    ],
+)
+def test_a_role_is_known_if_the_template_tells_it_from_others(
+    tmp_path: Path, template: str, known: dict[str, bool]
+) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer_dir(tmp_path, chat_template=template))
+    assert {role: tokenizer.template_knows_role(role) for role in known} == known
 
 
 def test_no_chat_template_is_a_400_on_chat_only(tmp_path: Path) -> None:

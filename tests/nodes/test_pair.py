@@ -265,6 +265,20 @@ async def test_a_probe_that_comes_twice_takes_one_lane(pair: Pair) -> None:
     assert len(p.node._desk.probes._free_lanes) == 4
 
 
+@pytest.mark.parametrize(
+    ("p_faults", "d_faults"),
+    [((), ("drop-message:Probe:1",)), (("drop-message:ProbeDone:1",), ())],
+    ids=["Probe", "ProbeDone"],
+)
+async def test_a_probe_whose_message_is_lost_is_asked_again(
+    pair: Pair, p_faults: tuple[str, ...], d_faults: tuple[str, ...]
+) -> None:
+    p = await pair.prefill(faults=p_faults)
+    d = await pair.decode(p, faults=d_faults, deadlines=replace(FAST, probe_s=30.0))
+    ready, reason = await d.node.ready()
+    assert ready, reason
+
+
 async def test_a_prefill_node_without_decode_nodes_is_ready(pair: Pair) -> None:
     assert await (await pair.prefill()).node.ready() == (True, "no decode node is registered yet")
 

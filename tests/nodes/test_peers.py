@@ -17,10 +17,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from server.engine.request import RequestFailed
+from server.engine.request import NamedRoom, RequestFailed
 from server.transfer.auth import Guard, PeerKeys
 from server.transfer.bootstrap import FRAMES_A_TURN
 from server.transfer.protocol import Refused, Register, decode, encode
+from server.transfer.rooms import Failure
 from tests.nodes.support import FAST, IDENTITY, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.transfer.support import make_manifest
 
@@ -140,6 +141,21 @@ async def test_a_prefill_node_that_may_still_be_starting_is_no_warning_and_one_t
     await until(lambda: any("nobody listens at 127.0.0.1:1" in message for message in caplog.messages), 10.0)
 
 
+@pytest.mark.parametrize(
+    ("known", "spelt"),
+    [("[::1]:1", "::1"), ("[::1]:1", "[::1]"), ("[::1]:1", "0:0:0:0:0:0:0:1"), ("127.0.0.1:1", "LocalHost")],
+)
+async def test_a_router_may_spell_an_address_otherwise(pair: Pair, known: str, spelt: str) -> None:
+    d = await pair.decode(await pair.prefill(), known, wait=False)
+    await until(lambda: peer_of(d)["state"] == "registered")
+    with pytest.raises(RequestFailed) as caught:
+        d.node.submit(replace(request(20), named=NamedRoom(7, spelt, 1)))
+    assert caught.value.code == "no_prefill", "known, and not registered"
+    with pytest.raises(RequestFailed) as caught:
+        d.node.submit(replace(request(20), named=NamedRoom(7, "::2", 1)))
+    assert caught.value.code == "unknown_prefill"
+
+
 async def test_an_http_port_is_not_taken_for_a_prefill_node(pair: Pair) -> None:
     async def http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(10)
@@ -195,11 +211,11 @@ async def test_a_client_that_waits_for_a_peer_hears_of_its_refusal(pair: Pair) -
     p = await pair.prefill()
     d = await pair.decode(p, deadlines=replace(FAST, connect_s=30.0))
     port = p.node.bootstrap_port
-    await p.node._bootstrap.close()
     (link,) = d.node._desk.receiver.links
-    await pair.prefill(port=port, identity=replace(IDENTITY, tokenizer="other"))
-    await until(lambda: link.coming_back, 3.0, "the peer answers with another incarnation")
+    link.lose(Failure("peer_lost", "the session was fenced", 502))
     waiting = d.node.submit(request(5))
+    await p.node._bootstrap.close()
+    await pair.prefill(port=port, identity=replace(IDENTITY, tokenizer="other"))
     started = time.monotonic()
     with pytest.raises(RequestFailed, match="tokenizer differs: prefill has other, decode has tokenizer-a") as caught:
         await waiting.route()

@@ -17,16 +17,18 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from server.transfer.addresses import family_of, join_address
+
 ROOT = Path(__file__).parents[2]
 START_S = 90.0
 """For an interpreter to import torch and load the model on a busy machine; about 4 s on a quiet one."""
 END_S = 20.0
 
 
-def free_port() -> int:
-    """A loopback port that nobody listens on. Restarts on it work, which port 0 would not allow."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of ``host`` that nobody listens on. Restarts on it work, which port 0 would not allow."""
+    with socket.socket(family_of(host)) as listener:
+        listener.bind((host, 0))
         return int(listener.getsockname()[1])
 
 
@@ -45,10 +47,10 @@ def until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
 class NodeProcess:
     """One node. ``options`` are its command line; a restart has the same ports. The log of all its lives is ``log``."""
 
-    def __init__(self, role: str, log: Path, *options: str) -> None:
-        self.role, self.log, self.options = role, log, options
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+    def __init__(self, role: str, log: Path, *options: str, host: str = "127.0.0.1") -> None:
+        self.role, self.log, self.options = role, log, ("--host", host, *options)
+        self.port = free_port(host)
+        self.url = f"http://{join_address(host, self.port)}"
         self.process: subprocess.Popen[bytes] | None = None
         self.http = httpx.Client(base_url=self.url, timeout=10.0)
 
@@ -148,24 +150,31 @@ def _labels(labels: dict[str, str]) -> str:
 _numbers = itertools.count(1)
 
 
-def prefill_process(directory: Path, *options: str) -> tuple[NodeProcess, str]:
+def prefill_process(directory: Path, *options: str, host: str = "127.0.0.1") -> tuple[NodeProcess, str]:
     """A prefill node that is not started yet, and the address that decode nodes take."""
-    port = free_port()
+    port = free_port(host)
     log = directory / f"prefill-{next(_numbers)}.log"
-    return NodeProcess("prefill", log, "--bootstrap-port", str(port), *options), f"127.0.0.1:{port}"
+    node = NodeProcess("prefill", log, "--bootstrap-port", str(port), *options, host=host)
+    return node, join_address(host, port)
 
 
-def decode_process(directory: Path, *options: str) -> NodeProcess:
+def decode_process(directory: Path, *options: str, host: str = "127.0.0.1") -> NodeProcess:
     """A decode node that is not started yet; ``options`` say where its prefill nodes are."""
-    return NodeProcess("decode", directory / f"decode-{next(_numbers)}.log", *options)
+    return NodeProcess("decode", directory / f"decode-{next(_numbers)}.log", *options, host=host)
 
 
 class ProcessPair:
     """A prefill node ``p``, which decode nodes know as ``address``, and a decode node ``d`` of it."""
 
-    def __init__(self, directory: Path, p_options: tuple[str, ...] = (), d_options: tuple[str, ...] = ()) -> None:
-        self.p, self.address = prefill_process(directory, *p_options)
-        self.d = decode_process(directory, "--prefill", self.address, *d_options)
+    def __init__(
+        self,
+        directory: Path,
+        p_options: tuple[str, ...] = (),
+        d_options: tuple[str, ...] = (),
+        host: str = "127.0.0.1",
+    ) -> None:
+        self.p, self.address = prefill_process(directory, *p_options, host=host)
+        self.d = decode_process(directory, "--prefill", self.address, *d_options, host=host)
 
     def heal(self) -> None:
         """Starts what does not run, and waits until the pair serves and holds nothing."""
@@ -186,10 +195,10 @@ class ProcessPair:
 
 @contextlib.contextmanager
 def process_pair(
-    directory: Path, p_options: tuple[str, ...] = (), d_options: tuple[str, ...] = ()
+    directory: Path, p_options: tuple[str, ...] = (), d_options: tuple[str, ...] = (), host: str = "127.0.0.1"
 ) -> Iterator[ProcessPair]:
     """A pair that serves; it is ended, by pid, on every way out."""
-    pair = ProcessPair(directory, p_options, d_options)
+    pair = ProcessPair(directory, p_options, d_options, host)
     try:
         pair.heal()
         yield pair

@@ -251,6 +251,13 @@ def test_the_unacknowledged_protocol_is_refused(monkeypatch: pytest.MonkeyPatch)
         MooncakeEngine()
 
 
+def test_ipv6_in_the_environment_and_an_ipv4_address_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every write would fail: Mooncake speaks one of the two."""
+    monkeypatch.setenv("MC_USE_IPV6", "0")  # any value turns it on
+    with pytest.raises(TransportMisconfigured, match=r"MC_USE_IPV6 is set.*such as 127\.0\.0\.1"):
+        MooncakeEngine()
+
+
 @pytest.mark.parametrize(
     ("installed", "cause"),
     [

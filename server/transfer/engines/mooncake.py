@@ -35,6 +35,7 @@ from typing import Any, Literal
 
 from packaging.version import Version
 
+from server.transfer.addresses import is_ipv6, join_address, split_address
 from server.transfer.engines.base import (
     EngineClosed,
     PieceStatus,
@@ -139,14 +140,28 @@ def _force_tcp(forced: bool) -> Iterator[None]:
             os.environ["MC_FORCE_TCP"] = before
 
 
+def _choose_family(host: str) -> None:
+    """Whether Mooncake speaks IPv6 or IPv4: one of the two in a process, by an environment variable that it reads once.
+
+    With it a peer's IPv4 address is not understood any more, without it no IPv6 address is.
+    """
+    is_set = "MC_USE_IPV6" in os.environ  # to whatever: Mooncake looks no further
+    if is_ipv6(host):
+        os.environ["MC_USE_IPV6"] = "1"
+    elif is_set:
+        raise TransportMisconfigured(
+            f"MC_USE_IPV6 is set, and then Mooncake cannot reach IPv4 addresses such as {host}: unset it, or give both "
+            "nodes IPv6 addresses"
+        )
+
+
 def describe_segment(session: str, timeout_s: float) -> SegmentDescription:
     """Ask the engine at ``session`` what it is and which memory it has registered (Mooncake's own metadata request).
 
     Raises :class:`OSError` if it does not answer in time and :class:`ValueError` if the answer is not understood.
     """
-    host, port = session.rsplit(":", 1)
     deadline = time.monotonic() + timeout_s
-    with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
+    with socket.create_connection(split_address(session), timeout=timeout_s) as connection:
         connection.sendall(struct.pack("<Q", len(DESCRIBE_REQUEST)) + DESCRIBE_REQUEST)
         (length,) = struct.unpack("<Q", _receive(connection, 8, deadline))
         if not 1 < length <= MAX_DESCRIPTION_NBYTES:
@@ -194,6 +209,7 @@ class MooncakeEngine:
 
     def __init__(self, host: str = "127.0.0.1", *, transport: Literal["tcp", "auto"] = "auto") -> None:
         """``host`` is the name under which peers reach this process; ``auto`` takes RDMA if there is a card, else TCP.
+        Where it is an IPv6 address, ``transport`` ends in 6 (``tcp6``): the peers of one pair must agree on that.
 
         Raises :class:`TransportUnavailable` or :class:`TransportMisconfigured`.
         """
@@ -203,6 +219,7 @@ class MooncakeEngine:
             )
         self.wheel = installed_wheel()
         self.version = f"{self.wheel.version} ({self.wheel.name})"
+        _choose_family(host)
         engine = _load_engine_class()()
         with _initialize_lock, _force_tcp(transport == "tcp"):
             code = engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
@@ -211,16 +228,17 @@ class MooncakeEngine:
                 f"Mooncake could not start on host {host!r} (code {code}); MC_LOG_LEVEL=INFO says why"
             )
         self._engine = engine
-        self.session = f"{host}:{engine.get_rpc_port()}"
+        self.session = join_address(host, engine.get_rpc_port())
         self._rpc_port: int = engine.get_rpc_port()
-        self.transport = self._transport_in_use()
+        self._protocol = self._protocol_in_use()
+        self.transport = f"{self._protocol}6" if is_ipv6(host) else self._protocol
         self._peers: dict[str, SegmentDescription] = {}
         self._writes: dict[Ticket, _Write] = {}
         self._silent_until: dict[str, float] = {}
-        if transport == "tcp" and self.transport != "tcp":
-            raise TransportMisconfigured(f"TCP was asked for, but Mooncake uses {self.transport}")
+        if transport == "tcp" and self._protocol != "tcp":
+            raise TransportMisconfigured(f"TCP was asked for, but Mooncake uses {self._protocol}")
 
-    def _transport_in_use(self) -> str:
+    def _protocol_in_use(self) -> str:
         try:
             own = describe_segment(f"127.0.0.1:{self._rpc_port}", PEER_ANSWER_TIMEOUT_S)
         except (OSError, ValueError) as error:
@@ -319,7 +337,7 @@ class MooncakeEngine:
 
         Memory that was registered once does not count: a write into it may have begun before it was unregistered.
         """
-        if self.transport != "tcp" or time.monotonic() < self._silent_until.get(write.session, 0.0):
+        if self._protocol != "tcp" or time.monotonic() < self._silent_until.get(write.session, 0.0):
             return False
         at_first = self._peers[write.session]
         try:

@@ -1,0 +1,50 @@
+"""The examples in README.md and docs/, as a reader would take them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+DOCUMENTS = (README, *sorted((ROOT / "docs").glob("*.md")))
+QUICKSTART_PORT = "30001"
+RIGHT_ANSWER = " 8 * 8 = 64 #### 64"
+_INLINE = re.compile(r"`((?:\.venv/bin/python )?scripts/[\w./]+ [^`]+|launch_\w+ [^`]+)`")
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def commands(document: Path) -> Iterator[list[str]]:
+    """Every command line of the bash blocks, of indented lines and of the text, as words without their comment."""
+    text = document.read_text(encoding="utf-8")
+    lines = [line for block in blocks(document, "bash") for line in re.split(r"(?<!\\)\n(?!\s)", block)]
+    lines += re.findall(r"^ {4}((?:\.venv/bin/|scripts/)\S.*)$", text, re.MULTILINE)
+    lines += [" ".join(found.split()) for found in _INLINE.findall(text)]
+    for line in lines:
+        words = shlex.split(line.replace("\\\n", " "), comments=True)
+        if words:
+            yield words
+
+
+def curl_of_the_readme(port: object) -> str:
+    """The command that asks Tom's question, of the decode node at ``port``."""
+    (command,) = [block for block in blocks(README, "bash") if block.startswith("curl ")]
+    return command.replace(QUICKSTART_PORT, str(port))
+
+
+def openai_of_the_readme(port: object) -> str:
+    """The Python program that asks it."""
+    (program,) = blocks(README, "python")
+    return program.replace(QUICKSTART_PORT, str(port))
+
+
+def refusal_of_the_readme() -> str:
+    """The answer that the README shows for ``--fault drop:swa:1``, as one line."""
+    (shown,) = blocks(README, "text")[:1]
+    return " ".join(shown.split())
