@@ -39,7 +39,7 @@ def current_request() -> RequestName | None:
 def request_id() -> str:
     """Its id; a new one outside of a request."""
     current = _current.get()
-    return current.id if current is not None else _draw()
+    return current.id if current is not None else draw_id()
 
 
 def clean(text: str) -> str:
@@ -59,7 +59,7 @@ class RequestId:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name = RequestName(clean(Headers(scope=scope).get(HEADER, "")) or _draw())
+        name = RequestName(clean(Headers(scope=scope).get(HEADER, "")) or draw_id())
         _current.set(name)  # a server gives every request a context of its own
 
         async def named(message: Message) -> None:
@@ -72,5 +72,6 @@ class RequestId:
         await self._app(scope, receive, named)
 
 
-def _draw() -> str:
+def draw_id() -> str:
+    """A name for a request that has none of its own."""
     return uuid.uuid4().hex

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from server.api.http_limits import HttpLimits, url_too_long
 from server.engine.request import RequestFailed
 from tests.api.fakes import FakeBackend
 
@@ -113,6 +114,11 @@ async def test_a_refused_room_that_a_router_named_is_named(client: httpx.AsyncCl
     assert answer.status_code == 409
     assert answer.headers["x-pd-room"] == "71"
     assert answer.json()["error"]["room"] == 71
+
+
+def test_a_refusal_before_the_request_is_read_has_an_id_of_its_own() -> None:
+    head, _, body = url_too_long(HttpLimits()).response([]).partition(b"\r\n\r\n")
+    assert f"x-request-id: {json.loads(body)['error']['request_id']}\r\n".encode() in head + b"\r\n"
 
 
 async def test_a_request_that_no_node_works_for_has_its_line_from_here(
