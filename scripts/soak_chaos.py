@@ -9,12 +9,14 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import hostile_clients
 import numpy as np
 import zmq
+from control_relay import ControlRelay, To
 from quickstart import HOST
 from rogue_peer import RogueFailed, deaf_port, rogue_peer
-from soak_nodes import Field
-from soak_plan import Event, Kind
+from soak_nodes import Field, until
+from soak_plan import EPISODE_S, HOSTILE, Event, Kind
 
 from server.cache.layout import PROBE_NBYTES
 from server.transfer.engines.mooncake import describe_segment
@@ -57,20 +59,20 @@ async def disturb(event: Event, field: Field) -> str | None:
             node.arm(*rng.choice(_WRITES))
         case Kind.LOST_MESSAGES:
             node.arm(*_message_faults(PREFILL if node in field.prefills else DECODE, rng))
-        case Kind.LATE_MESSAGES:
-            is_prefill = node in field.prefills
-            breaker = node if is_prefill else rng.choice(field.prefills)
-            breaker.arm("late-writes:1:1", *(_late_messages(PREFILL, rng) if is_prefill else ()))
-            if not is_prefill:
-                node.arm(*_late_messages(DECODE, rng))
         case Kind.FLOOD:
             return await _flood(field)
+        case kind if kind in HOSTILE:
+            seconds = rng.uniform(1.0, EPISODE_S)
+            treated = await asyncio.to_thread(hostile_clients.run, HOSTILE[kind], node.url, event.seed, seconds)
+            wrong = [how for how in treated if how.startswith("HTTP 5") and how != "HTTP 503"]
+            return f"a hostile client of {node.name} got {wrong[0]}" if wrong else None
+        case Kind.LATE_MESSAGES:
+            await _late_messages(field.relay(node.name), rng)
         case Kind.BAD_ADDRESS | Kind.VANISHING_PEER | Kind.SILENT_PEER:
             return await _rogue(event.kind, field.bootstrap(node.name), rng)
     return None
 
 
-_OF_THE_REGISTRATION = frozenset({"Register", "Registered", "Refused", "Ping", "Pong"})
 _WRITES = (["fail-writes:1"], ["fail-writes:swa:1"], ["late-writes:0.5:1"], ["delay-writes:1.5:2"], ["late-writes:2:2"])
 
 
@@ -82,12 +84,6 @@ def _message_faults(role: str, rng: random.Random) -> list[str]:
         count = 1 if name in ("Ping", "Pong") else rng.randint(1, 3)
         faults.append(f"{rng.choice(kinds)}:{name}:{count}")
     return faults
-
-
-def _late_messages(role: str, rng: random.Random) -> list[str]:
-    """All kinds that name a room or a probe; those that keep the registration alive go in time."""
-    names = [name for name in MESSAGE_TYPES[role] if name not in _OF_THE_REGISTRATION]
-    return [f"late-message:{name}:{rng.randint(1, 2)}" for name in names]
 
 
 async def _rogue(kind: Kind, bootstrap: str, rng: random.Random) -> str | None:
@@ -108,6 +104,28 @@ async def _rogue(kind: Kind, bootstrap: str, rng: random.Random) -> str | None:
             )
     except RogueFailed as error:
         return f"{kind} at {bootstrap}: {error}"
+
+
+_MAY_BE_LATE = ("Abort", "Committed", "Rejected", "Reserved", "Done", "Failed", "Quiesced")
+_HELD_S, _ANEW_S = 3.0, 30.0
+
+
+async def _late_messages(relay: ControlRelay, rng: random.Random) -> None:
+    """Holds messages back until the nodes have registered anew, and sends them then, with an old ``Register``."""
+    relay.hold = frozenset({"Reserve", *rng.sample(_MAY_BE_LATE, 2)})
+    n_before = relay.n_registrations
+    await until(lambda: _missing(bool(relay.held)), _HELD_S)
+    relay.lose = frozenset({"Pong", "Progress", "ProbeDone", "Abort"})
+    await until(lambda: _missing(relay.n_registrations > n_before), _ANEW_S)
+    relay.lose = frozenset()
+    await asyncio.sleep(rng.uniform(0, 1.5))
+    relay.release()
+    if rng.random() < 0.5:
+        relay.send(To.PREFILL, rng.choice(relay.registers[:-1] or relay.registers))
+
+
+async def _missing(is_so: bool) -> str:
+    return "" if is_so else "missing"
 
 
 async def _flood(field: Field) -> str | None:

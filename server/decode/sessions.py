@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 
 from server.cache.arena import Arena
+from server.threads import Threads
 from server.transfer.engines.base import RegistrationFailed, TransferEngine, TransferError, open_registered
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ Closing is what makes it safe.
 
 _TRIES = 4
 """Endpoints that are open at the same time, to find a session that was not used before."""
+_MAX_AT_ONCE = 16
+"""Peers whose endpoints may be opened or closed at the same time; a transport may take seconds for one."""
 
 
 class TransportSessions:
@@ -32,6 +35,7 @@ class TransportSessions:
         self._engines: dict[str, TransferEngine] = {}
         self._used: dict[str, int] = {}
         self._order = itertools.count()
+        self._threads = Threads("fence", _MAX_AT_ONCE)
 
     async def open(self, address: str) -> TransferEngine:
         """A fresh endpoint for the peer at ``address``. Raises what the transport raises; closes an older one first.
@@ -49,7 +53,7 @@ class TransportSessions:
         opened: list[TransferEngine] = []
         try:
             while len(opened) < _TRIES:
-                opened.append(await asyncio.to_thread(self._open))
+                opened.append(await self._threads.run(self._open))
                 if opened[-1].session not in self._used:
                     break
         except TransferError:
@@ -58,7 +62,7 @@ class TransportSessions:
         chosen = min(opened, key=lambda engine: self._used.get(engine.session, -1))
         for engine in opened:
             if engine is not chosen:
-                await asyncio.to_thread(engine.close)
+                await self._threads.run(engine.close)
         return chosen
 
     async def fence(self, address: str) -> None:
@@ -70,9 +74,9 @@ class TransportSessions:
         if engine is None:
             return
         with contextlib.suppress(RegistrationFailed):
-            await asyncio.to_thread(engine.unregister, self._arena.ptr)
+            await self._threads.run(engine.unregister, self._arena.ptr)
         await asyncio.sleep(SETTLE_S)
-        await asyncio.to_thread(engine.close)
+        await self._threads.run(engine.close)
         del self._engines[address]
         log.info("fenced the transport session of prefill %s", address)
 
@@ -83,6 +87,7 @@ class TransportSessions:
                 await self.fence(address)
             except TransferError:
                 log.exception("the transport session of prefill %s could not be closed", address)
+        self._threads.close()
 
     def _open(self) -> TransferEngine:
         return open_registered(self._make_engine, self._arena.ptr, self._arena.nbytes)

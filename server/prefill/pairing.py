@@ -25,6 +25,7 @@ from server.engine.request import (
     TokenOutput,
 )
 from server.engine.stopping import OutputProcessor
+from server.node.request_log import RequestEnd
 from server.prefill.work import RoomWork
 from server.transfer.prefill_events import PrefillEvent
 from server.transfer.prefill_room import PrefillPhase
@@ -47,18 +48,25 @@ class Side(enum.StrEnum):
 
 @dataclass(eq=False)
 class HttpHalf:
-    """One request over HTTP. ``alive`` is when it came, or when a decode node last said that the room waits there:
-    ``waiting``. ``work`` is its room, once there is one. ``is_again``: it came while the end of an earlier half of a
-    room with this id was remembered.
+    """One request over HTTP, which ``came`` at that time. ``alive`` is then, or when a decode node last said that the
+    room waits there: ``waiting``. ``work`` is its room, once there is one. ``is_again``: it came while the end of an
+    earlier half of a room with this id was remembered.
     """
 
     request: GenerationRequest
     room: int
     generation: NodeGeneration
+    came: float
     alive: float
     is_again: bool
     waiting: Waiting | None = None
     work: RoomWork | None = None
+
+    def end(self, outcome: str, now: float) -> RequestEnd:
+        """What is logged of a request that never got a room; a room has a line of its own."""
+        waited_s = {"queue": now - self.came}
+        n_prompt = len(self.request.prompt_ids)
+        return RequestEnd(self.request.request_id, self.room, "decode", "none", n_prompt, 0, waited_s, outcome)
 
 
 @dataclass(frozen=True)
@@ -142,7 +150,9 @@ class Pairing:
         failure, is_again = self._earlier_end(room, Side.HTTP)
         if failure is not None:
             raise _request_failed(failure)
-        half = HttpHalf(request, room, NodeGeneration(lambda: self._client_gone(half)), self._clock(), is_again)
+        now = self._clock()
+        generation = NodeGeneration(lambda: self._client_gone(half), room=room)
+        half = HttpHalf(request, room, generation, now, now, is_again)
         self._halves[room] = half
         other = self._lonely.pop(room, None)
         if other is not None:
@@ -183,6 +193,8 @@ class Pairing:
             self._remember(half.room, Side.HTTP, failure)
 
     def _fail(self, half: HttpHalf, failure: Failure) -> None:
+        if half.work is None:
+            half.end(failure.code, self._clock()).log()
         self._let_go(half)
         half.generation.fail(_request_failed(failure))
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from socket import socket as TcpSocket
 from typing import Protocol
 
 import zmq
@@ -118,8 +119,11 @@ class Bootstrap:
         self._looks: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, host: str, port: int) -> None:
-        """Binds; ``port`` 0 takes a free one. Raises :class:`zmq.ZMQError` if the address is not to be had."""
+    async def start(self, host: str, port: int, listener: TcpSocket | None = None) -> None:
+        """Binds, or takes over ``listener``, which listens there already; ``port`` 0 takes a free one.
+
+        Raises :class:`zmq.ZMQError` if the address is not to be had.
+        """
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
@@ -132,6 +136,9 @@ class Bootstrap:
             asyncio.create_task(self._gatekeeper.run(), name="gatekeeper"),
             asyncio.create_task(self._watch_handshakes(self._socket), name="bootstrap handshakes"),
         ]
+        if listener is not None:
+            listener.setblocking(False)
+            self._socket.setsockopt(zmq.USE_FD, listener.detach())
         self._socket.bind(f"tcp://{join_address(host, port)}")
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         self._connections = Connections(self.port)
@@ -353,9 +360,17 @@ async def frames_of(socket: zmq.asyncio.Socket) -> AsyncIterator[tuple[list[byte
     """
     for n_received in itertools.count(1):
         frames = await socket.recv_multipart(copy=False)
-        yield [frame.bytes for frame in frames], int(frames[-1].get(zmq.SRCFD))
+        yield [frame.bytes for frame in frames], _source_of(frames[-1])
         if n_received % FRAMES_A_TURN == 0:
             await asyncio.sleep(0)
+
+
+def _source_of(frame: zmq.Frame) -> int:
+    """The file descriptor of its connection, or -1."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 def post(socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
