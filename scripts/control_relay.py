@@ -41,12 +41,16 @@ class ControlRelay:
         self.held: list[tuple[To, bytes]] = []
         self.registers: list[bytes] = []
         """Every different ``Register`` that passed, as a frame."""
-        self.n_registrations = 0
-        """New registrations that the prefill node has granted."""
+        self._granted: set[tuple[str, int]] = set()
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
         self._writers: dict[To, asyncio.StreamWriter] = {}
         self._server: asyncio.Server | None = None
+
+    @property
+    def n_registrations(self) -> int:
+        """Registrations that the prefill nodes have granted."""
+        return len(self._granted)
 
     @property
     def address(self) -> str:
@@ -128,7 +132,8 @@ class ControlRelay:
             return False
         if kind in self.lose:
             return False
-        self.n_registrations += kind == "Registered" and not message["resumed"]
+        if kind == "Registered":
+            self._granted.add((message["manifest"]["incarnation"], message["registration"]))
         return True
 
 

@@ -26,21 +26,31 @@ from server.transfer.protocol import (
     Refused,
     Register,
     Registered,
+    Registration,
     Rejected,
     RemotePhase,
+    RequestArrived,
     Reserve,
     Reserved,
-    RoomIds,
     RoomRequest,
+    RoutedRequest,
     Sampling,
     Sent,
     Timings,
+    Waiting,
     Writes,
     pack_tokens,
+    room_ids,
 )
 
 NOWHERE = "127.0.0.1:1"
 """A transport session that nobody has: what is written there fails."""
+REGISTRATION = 2
+"""The number that the false decode nodes register with."""
+_NUMBERS = (1, REGISTRATION)
+_NO_NUMBER = 1 << 40
+"""A registration that there is not. A ``Pong`` that denies the real one would make the decode node connect anew, and
+what waits in the old connection is lost."""
 _SAMPLING = Sampling(4, 0, 0.5, 0.9, 3, -5, ("stop",), (1, 2), False, 3)
 _TIMINGS = Timings(0.0, 0.1, 0.01, 0.02)
 
@@ -65,17 +75,22 @@ def decode_manifest(info: dict[str, Any], incarnation: str) -> Manifest:
 
 
 def from_decode(prefill: str, decode: str, manifest: Manifest, rooms: tuple[int, ...]) -> list[AnyMessage]:
-    """Everything that a decode node says, about ``rooms``."""
+    """Everything that a decode node says, about ``rooms``, in registration :data:`REGISTRATION` and an earlier one."""
     messages: list[AnyMessage] = [
-        Register(manifest),
-        Ping(decode, manifest.session),
-        Probe(prefill, decode, 5, 1024),
+        Register(REGISTRATION, manifest),
+        Register(REGISTRATION - 1, manifest),
+        Ping(decode, REGISTRATION),
+        Ping(decode, REGISTRATION - 1),
+        Probe(prefill, decode, REGISTRATION, 5, 1024),
     ]
-    for room in rooms:
-        ids = RoomIds(prefill=prefill, decode=decode, room=room, epoch=1 + room % 3)
-        request = RoomRequest(f"fuzz-{room}", pack_tokens(range(10, 40)), _SAMPLING)
+    for i, room in enumerate(rooms):
+        ids = room_ids(Registration(prefill, decode, REGISTRATION - i % 2), room, 1 + room % 3)
+        request: RoomRequest | RoutedRequest = RoomRequest(f"fuzz-{room}", pack_tokens(range(10, 40)), _SAMPLING)
+        if i % 3 == 2:
+            request = RoutedRequest(f"fuzz-{room}", 30, bytes(16), _SAMPLING)
         names = tuple(entry.name for entry in manifest.components)
         messages += [
+            Waiting(**ids),
             Reserve(**ids, slot=1 + room % 4, pages=(1 + room % 8,), components=names, request=request, silence_s=5.0),
             Committed(**ids),
             Rejected(**ids, component="swa", reason="fuzz"),
@@ -87,16 +102,15 @@ def from_decode(prefill: str, decode: str, manifest: Manifest, rooms: tuple[int,
 def from_prefill(prefill: str, decode: str, manifest: Manifest, rooms: tuple[int, ...]) -> list[AnyMessage]:
     """Everything that a prefill node says, about ``rooms``; its manifest must not fit the decode node."""
     messages: list[AnyMessage] = [
-        Registered(manifest, resumed=False),
-        Registered(manifest, resumed=True),
-        Refused("model", "a", "b"),
-        Pong(prefill, registered=True),
-        Pong(prefill, registered=False),
-        ProbeDone(prefill, decode, 1, 2**64 - 1, ""),
+        *(Registered(number, manifest) for number in _NUMBERS),
+        *(Refused(number, "model", "a", "b") for number in (0, *_NUMBERS)),
+        Pong(prefill, _NO_NUMBER, registered=True),
+        ProbeDone(prefill, decode, 1, 1, 2**64 - 1, ""),
     ]
-    for room in rooms:
-        ids = RoomIds(prefill=prefill, decode=decode, room=room, epoch=1)
+    for i, room in enumerate(rooms):
+        ids = room_ids(Registration(prefill, decode, _NUMBERS[i % 2]), room, 1)
         messages += [
+            RequestArrived(**ids),
             Reserved(**ids),
             Progress(**ids, phase=RemotePhase.PREFILL, n_computed=5),
             Done(**ids, n=3, sent=(Sent("swa", 0, 3, 96, 2**64 - 1),), pieces=4, timings=_TIMINGS),

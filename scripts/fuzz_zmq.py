@@ -18,10 +18,10 @@ import httpx
 import msgspec
 import zmq
 from fuzz_frames import RAGGED, FrameFuzzer, Parts, fate_of
-from fuzz_messages import ROOMS, decode_manifest, from_decode, from_prefill
+from fuzz_messages import REGISTRATION, ROOMS, decode_manifest, from_decode, from_prefill
 
-from server.transfer.manifest import new_incarnation
-from server.transfer.protocol import MAX_FRAME_NBYTES, ProtocolError, Refused, Register, decode, encode
+from server.transfer.manifest import Manifest, new_incarnation
+from server.transfer.protocol import MAX_FRAME_NBYTES, AnyMessage, ProtocolError, Refused, Register, decode, encode
 
 N_CONNECTIONS = 4
 SHARE_TO_DECODE = 0.2
@@ -75,11 +75,12 @@ class ToPrefill:
         stolen = msgspec.structs.replace(self._manifests[0], incarnation=decode_incarnation)
         self._unfit = msgspec.structs.replace(stolen, model="another")
         messages = from_decode(self._prefill, decode_incarnation, self._unfit, ROOMS)
-        messages += [Register(stolen), *from_prefill(self._prefill, decode_incarnation, self._unfit, ROOMS[:1])]
-        self._noisy = FrameFuzzer(rng, messages)
-        self._peers = [
-            FrameFuzzer(rng, from_decode(self._prefill, m.incarnation, m, ROOMS)[1:]) for m in self._manifests
+        messages += [
+            Register(REGISTRATION, stolen),
+            *from_prefill(self._prefill, decode_incarnation, self._unfit, ROOMS[:1]),
         ]
+        self._noisy = FrameFuzzer(rng, messages)
+        self._peers = [FrameFuzzer(rng, _in_registration(self._prefill, m)) for m in self._manifests]
         self._n = 0
 
     def send_one(self) -> None:
@@ -93,7 +94,7 @@ class ToPrefill:
             self._send_oversize()
         is_peer = index < N_CONNECTIONS // 2
         if is_peer and self._n % 500 < N_CONNECTIONS:
-            self._send(index, (encode(Register(self._manifests[index])),))
+            self._send(index, (encode(Register(REGISTRATION, self._manifests[index])),))
         parts = (self._peers[index] if is_peer and self._rng.random() < 0.5 else self._noisy).draw()
         self._send(index, parts)
         if self._n % 100 == 0:
@@ -127,7 +128,7 @@ class ToPrefill:
     def _ask(self, index: int) -> None:
         """A question and its own answer: frames of one connection are taken in their order."""
         question = secrets.token_hex(8)
-        self._send(index, (encode(Register(msgspec.structs.replace(self._unfit, model=question))),))
+        self._send(index, (encode(Register(REGISTRATION, msgspec.structs.replace(self._unfit, model=question))),))
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline:
             if self._sockets[index].poll(1000):
@@ -192,6 +193,12 @@ class ToDecode:
         if not self._socket.poll(round(ANSWER_S * 1000)):
             raise TimeoutError(f"the decode node did not register within {ANSWER_S:g} s")
         return self._socket.recv_multipart()[0]
+
+
+def _in_registration(prefill: str, manifest: Manifest) -> list[AnyMessage]:
+    """All that a decode node says once it is registered, and ``Register`` no more."""
+    messages = from_decode(prefill, manifest.incarnation, manifest, ROOMS)
+    return [message for message in messages if not isinstance(message, Register)]
 
 
 def send_raw(address: str, rng: random.Random) -> None:

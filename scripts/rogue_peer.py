@@ -31,6 +31,7 @@ from server.transfer.protocol import (
     Refused,
     Register,
     Registered,
+    Registration,
     Reserve,
     RoomIds,
     RoomRequest,
@@ -40,8 +41,11 @@ from server.transfer.protocol import (
     encode,
     ids_of,
     pack_tokens,
+    room_ids,
 )
 
+REGISTRATION = 1
+"""Every rogue registers once."""
 NOWHERE = 1 << 40
 """An address at which no process has memory that Mooncake knows."""
 PING_S = 1.0
@@ -91,10 +95,7 @@ class RoguePeer:
         """Asks for ``prompt``; its room's ids. ``changes`` are fields of ``Reserve``."""
         sampling = Sampling(4, 0, 0.0, 1.0, 0, None, (), (), True, None)
         fields: dict[str, Any] = {
-            "prefill": self.prefill,
-            "decode": self.manifest.incarnation,
-            "room": room,
-            "epoch": epoch,
+            **room_ids(Registration(self.prefill, self.manifest.incarnation, REGISTRATION), room, epoch),
             "slot": 1,
             "pages": tuple(range(1, 1 + -(-len(prompt) // PAGE_SIZE))),
             "components": tuple(entry.name for entry in self.manifest.components),
@@ -116,7 +117,7 @@ class RoguePeer:
 
 async def _ping_for_ever(peer: RoguePeer) -> None:
     while True:
-        peer.send(Ping(peer.manifest.incarnation, peer.manifest.session))
+        peer.send(Ping(peer.manifest.incarnation, REGISTRATION))
         await asyncio.sleep(PING_S)
 
 
@@ -154,7 +155,7 @@ async def rogue_peer(
         )
         manifest = change(right)
         peer = RoguePeer(manifest, "", dealer)
-        peer.send(Register(manifest))
+        peer.send(Register(REGISTRATION, manifest))
         peer.prefill = (await peer.receive(Registered, timeout_s)).manifest.incarnation
         pinging = asyncio.create_task(_ping_for_ever(peer))
         try:

@@ -160,7 +160,7 @@ def _zmq_garbage(address: str, rng: random.Random) -> None:
     host, port = address.rsplit(":", 1)
     for _ in range(rng.randint(1, 8)):  # not even ZMQ
         _shout((host, int(port)), rng.randbytes(rng.randint(1, 4000)))
-    frame = encode(Ping(f"{rng.getrandbits(128):032x}", "nowhere:1"))
+    frame = encode(Ping(f"{rng.getrandbits(128):032x}", 1))
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 1000)
         dealer.connect(f"tcp://{address}")

@@ -43,7 +43,7 @@ class RequestDesk:
 
     def __init__(self, settings: DecodeSettings, parts: NodeParts, incarnation: str) -> None:
         self.works: dict[RoomKey, Work] = {}
-        self.queue = RequestQueue(parts.metrics, self._forget)
+        self.queue = RequestQueue(parts.metrics, self._forget, settings.deadlines.pair_s)
         self.rooms: dict[int, Work] = {}
         """By room id, the latest attempt at it."""
         self.quarantine = Quarantine()
@@ -131,6 +131,8 @@ class RequestDesk:
         self._enter(work)
         self.queue.put(work)
         self._parts.faults.entered("waiting")
+        if link is not None:
+            self._parts.faults.entered("pair")
         self._admit()
         return generation
 
@@ -156,6 +158,8 @@ class RequestDesk:
         for work in self.queue if self._refusing is None else ():
             if work not in self.queue:
                 continue  # it ended while one before it began
+            if not self.queue.may_have_memory(work):
+                continue  # its prefill node has not its half yet, and may never have it
             link = self._link_for(work)
             if self.receiver is not None and link is None:
                 continue  # its prefill node registers anew; the others need not wait for that
@@ -259,12 +263,18 @@ class RequestDesk:
         if work.placement is not None:
             self._submit_command(Scrub(work.key, work.placement))
 
+    def request_arrived(self, key: RoomKey) -> bool:
+        is_waiting = self.queue.request_arrived(key)
+        self._admit()
+        return is_waiting
+
     def room_refused(self, key: RoomKey, failure: Failure) -> bool:
         return self.queue.refuse(key, failure)
 
     def peers_changed(self) -> None:
         if self.receiver is not None:
             self.queue.fail_hopeless(self.receiver.peers)
+        self.queue.tell()
         self._admit()
 
     # --- engine -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Requests whose prefill node a router chose, while they wait here for memory.
+"""Requests whose prefill node a router chose, while they have no memory here.
 
-The router sent the prefill node the same request: it must know that the room is alive here, and learn at once when it
-is not.
+The router sent the prefill node the same request. Until that has come there, the room may never come to anything, so it
+gets no memory here. The prefill node must know that the room is alive, and learn at once when it is not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from server.decode.work import Work
 from server.engine.request import NamedRoom, RequestFailed
 from server.transfer.addresses import split_address
 from server.transfer.peer import PeerLink
-from server.transfer.protocol import Abort, RoomIds, Waiting, clip
+from server.transfer.protocol import Abort, Registration, Waiting, clip, room_ids
 from server.transfer.rooms import Failure, RoomKey
 
 TELL_S = 1.0
@@ -56,36 +56,70 @@ def _normal(address: str) -> tuple[str, int]:
 
 @dataclass
 class _Told:
-    """What the prefill node ``incarnation`` was told of a room, last at ``at``."""
+    """What the prefill node was told of a room in ``registration``: first at ``since``, last at ``at``.
 
-    incarnation: str
+    ``is_paired``: it has said that it has its half of the room.
+    """
+
+    registration: Registration
+    since: float
     at: float
+    is_paired: bool = False
 
 
-class WaitingRooms:
-    """Tells prefill nodes of the named rooms that wait here. ``clock`` in seconds."""
+class NamedRooms:
+    """Tells prefill nodes of the named rooms that wait here.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    Seconds by ``clock``; one that stays without its other half for ``pair_s`` ends.
+    """
+
+    def __init__(self, pair_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pair_s = pair_s
         self._clock = clock
         self._told: dict[RoomKey, _Told] = {}
 
     def tick(self, queue: Iterable[Work]) -> list[tuple[Work, Failure]]:
-        """Says ``Waiting`` where it is due. Returns the rooms whose prefill node is gone, with the reason."""
-        now, gone = self._clock(), []
+        """Says ``Waiting`` where it is due. Returns the rooms that can come to nothing, with the reason."""
+        now, hopeless = self._clock(), []
         for work in queue:
-            link = work.link
-            if link is None or work.request.named is None:
-                continue
-            told, theirs = self._told.get(work.key), link.theirs if link.registered else None
-            if theirs is None:
-                if not link.coming_back:
-                    gone.append((work, Failure("no_prefill", f"prefill {link.address}: {link.reason}", 503)))
-            elif told is not None and told.incarnation != theirs.incarnation:
-                gone.append((work, Failure("peer_lost", f"prefill {link.address} has restarted", 502)))
-            elif told is None or now - told.at >= TELL_S:
-                self._told[work.key] = _Told(theirs.incarnation, now)
-                link.send(Waiting(**_ids(work.key, theirs.incarnation)))
-        return gone
+            if work.link is not None and work.request.named is not None:
+                failure = self._tell(work.key, work.link, now)
+                if failure is not None:
+                    hopeless.append((work, failure))
+        return hopeless
+
+    def _tell(self, key: RoomKey, link: PeerLink, now: float) -> Failure | None:
+        told, registration = self._told.get(key), link.registration
+        if registration is None:
+            is_lost = not link.coming_back
+            return Failure("no_prefill", f"prefill {link.address}: {link.reason}", 503) if is_lost else None
+        if told is not None and told.registration.prefill != registration.prefill:
+            return Failure("peer_lost", f"prefill {link.address} has restarted", 502)
+        if told is None or told.registration != registration:
+            told = self._told[key] = _Told(registration, now, float("-inf"))
+        waited_s = now - told.since
+        if not told.is_paired and waited_s > self._pair_s:
+            reason = f"phase pair: no request for room {key.room} was reported by prefill {link.address} for "
+            reason += f"{waited_s:.1f} s (deadline {self._pair_s:g} s)"
+            return Failure("deadline", reason, 504)
+        if now - told.at >= TELL_S:
+            told.at = now
+            link.send(Waiting(**room_ids(registration, key.room, key.epoch)))
+        return None
+
+    def request_arrived(self, key: RoomKey) -> bool:
+        """The prefill node has its half of the room; False if that does not wait here."""
+        told = self._told.get(key)
+        if told is not None:
+            told.is_paired = True
+        return told is not None
+
+    def is_paired(self, work: Work) -> bool:
+        """Whether the prefill node has said so, in the registration that is valid now."""
+        told = self._told.get(work.key)
+        if told is None or work.link is None:
+            return False
+        return told.is_paired and told.registration == work.link.registration
 
     def opened(self, key: RoomKey) -> None:
         """The room waits no longer: a ``Reserve`` follows, or the prefill node said itself that it is over."""
@@ -94,9 +128,6 @@ class WaitingRooms:
     def given_up(self, work: Work, reason: str) -> None:
         """The room is over before it had memory."""
         told = self._told.pop(work.key, None)
-        if told is not None and work.link is not None and work.link.registered:
-            work.link.send(Abort(**_ids(work.key, told.incarnation), reason=clip(reason)))
-
-
-def _ids(key: RoomKey, prefill: str) -> RoomIds:
-    return {"prefill": prefill, "decode": key.decode, "room": key.room, "epoch": key.epoch}
+        if told is not None and work.link is not None and work.link.registration == told.registration:
+            ids = room_ids(told.registration, work.key.room, work.key.epoch)
+            work.link.send(Abort(**ids, reason=clip(reason)))

@@ -13,7 +13,7 @@ import xxhash
 from server.cache.arena import Arena
 from server.cache.layout import PROBE_NBYTES, Run
 from server.transfer.peer import PeerLink
-from server.transfer.protocol import PROBE_BLOCK_NBYTES, Probe, ProbeDone
+from server.transfer.protocol import PROBE_BLOCK_NBYTES, Probe, ProbeDone, Registration, registration_of
 from server.transfer.rooms import Deadlines, Failure
 
 
@@ -27,7 +27,7 @@ class _Result:
     """How the last probe of one registration ended: ``error`` None if the write landed."""
 
     at: float
-    registration: tuple[str, str]
+    registration: Registration
     error: str | None
 
 
@@ -75,16 +75,16 @@ class Prober:
 
     async def _fresh(self, link: PeerLink) -> str | None:
         """A result of this registration that is not too old: None if the write landed, else what went wrong."""
-        if link.ours is None or link.theirs is None:
+        registration = link.registration
+        if registration is None:
             return "not registered"
-        registration = (link.ours.session, link.theirs.incarnation)
         last = self._last.get(link.address)
         if last is not None and last.registration == registration and time.monotonic() - last.at < self._fresh_s:
             return last.error
         lane = await self._lanes.get()
         try:
             offset = lane * PROBE_BLOCK_NBYTES
-            probe = Probe(link.theirs.incarnation, link.ours.incarnation, next(self._nonces), offset)
+            probe = Probe(*registration, next(self._nonces), offset)
             error = await self._probe(link, probe)
         finally:
             self._lanes.put_nowait(lane)
@@ -101,7 +101,7 @@ class Prober:
         for waiting in self._waiting.values():
             if waiting.link is link:
                 probe = waiting.probe
-                self.on_done(ProbeDone(probe.prefill, probe.decode, probe.nonce, 0, failure.reason))
+                self.on_done(ProbeDone(*registration_of(probe), probe.nonce, 0, failure.reason))
 
     async def _probe(self, link: PeerLink, probe: Probe) -> str | None:
         """Asks, and again while there is no answer: one of the two messages may be lost."""

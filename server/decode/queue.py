@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
-from server.decode.named import WaitingRooms
+from server.decode.named import NamedRooms
 from server.decode.peers import Peers
 from server.decode.work import Work, request_failed
 from server.transfer.metrics import NodeMetrics
@@ -14,11 +14,14 @@ from server.transfer.rooms import Failure, RoomKey
 
 
 class RequestQueue:
-    """``forget`` is called for every request that ends here. Iteration is over a copy."""
+    """``forget`` is called for every request that ends here. Iteration is over a copy.
 
-    def __init__(self, metrics: NodeMetrics, forget: Callable[[Work], None]) -> None:
+    ``pair_s``: how long a room that a router named waits for its other half.
+    """
+
+    def __init__(self, metrics: NodeMetrics, forget: Callable[[Work], None], pair_s: float) -> None:
         self._works: deque[Work] = deque()
-        self._rooms = WaitingRooms()
+        self._rooms = NamedRooms(pair_s)
         self._metrics = metrics
         self._forget = forget
         self._moved = time.monotonic()
@@ -34,10 +37,23 @@ class RequestQueue:
 
     def put(self, work: Work) -> None:
         self._works.append(work)
+        self.fail(self._rooms.tick((work,)))
 
     def put_first(self, work: Work) -> None:
         """For one that has waited before."""
         self._works.appendleft(work)
+
+    def may_have_memory(self, work: Work) -> bool:
+        """False while it is not known that the prefill node has its half of a room that a router named."""
+        return work.request.named is None or self._rooms.is_paired(work)
+
+    def tell(self) -> None:
+        """Tells prefill nodes of the rooms that routers named, and ends those that can come to nothing."""
+        self.fail(self._rooms.tick(self))
+
+    def request_arrived(self, key: RoomKey) -> bool:
+        """A prefill node has its half of the room; False if that does not wait here."""
+        return self._rooms.request_arrived(key)
 
     def take(self, work: Work) -> None:
         """The request has memory: its room opens."""
@@ -84,8 +100,8 @@ class RequestQueue:
         )
 
     def tick(self, admission_s: float) -> None:
-        """Tells prefill nodes of the rooms that routers named, and ends what waits for too long while nothing moves."""
-        self.fail(self._rooms.tick(self))
+        """Tells prefill nodes what they must hear, and ends what waits for too long while nothing moves."""
+        self.tell()
         now = time.monotonic()
         reason = f"phase admission: no slot and pages became free for {admission_s:g} s (the deadline)"
         failure = Failure("overloaded", reason, 503)

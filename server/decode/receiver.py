@@ -6,6 +6,7 @@ The :class:`RoomOwner` (the node) owns memory and clients; this file owns everyt
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -49,15 +50,18 @@ from server.transfer.protocol import (
     ProbeDone,
     Progress,
     Quiesced,
+    RequestArrived,
     Reserve,
     Reserved,
     ids_of,
+    room_ids,
 )
 from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick
 
 log = logging.getLogger(__name__)
 
 _REMEMBERED_COMMITS = 4096
+_UNKNOWN = "this decode node does not know the room"
 _VERIFIERS = 4
 """Rooms whose bytes are checked at the same time."""
 
@@ -74,9 +78,9 @@ class Receiver:
         addresses: tuple[str, ...],
     ) -> None:
         deadlines = settings.deadlines
-        outbox = Outbox(parts.faults)
+        outbox, numbers = Outbox(parts.faults), itertools.count(1)
         self.links = [
-            PeerLink(address, self, deadlines, parts.metrics, settings.guard, outbox) for address in addresses
+            PeerLink(address, self, deadlines, parts.metrics, settings.guard, outbox, numbers) for address in addresses
         ]
         self.peers = Peers(self.links, self.outstanding)
         self._owner = owner
@@ -117,20 +121,18 @@ class Receiver:
 
     def open(self, work: Work, placement: Placement, link: PeerLink) -> None:
         """Starts the room of ``work``: its memory is reserved and ``link`` will compute its prompt."""
-        if link.theirs is None:
+        registration = link.registration
+        if registration is None:
             raise RuntimeError(f"prefill {link.address} is not registered")
         n_prompt_pages = -(-len(work.request.prompt_ids) // self._arena.layout.page_size)
         deadlines = self._deadlines
         reserve = Reserve(
-            prefill=link.theirs.incarnation,
-            decode=self._incarnation,
-            room=work.key.room,
-            epoch=work.key.epoch,
+            **room_ids(registration, work.key.room, work.key.epoch),
             slot=placement.slot,
             pages=placement.pages[:n_prompt_pages],
             components=self._components,
             request=wire_request(work.request),
-            silence_s=min(deadlines.pair_s, deadlines.queued_s, deadlines.prefill_s, deadlines.transfer_s),
+            silence_s=min(deadlines.queued_s, deadlines.prefill_s, deadlines.transfer_s),
         )
         work.placement, work.link = placement, link
         work.room = DecodeRoom(reserve, deadlines, time.monotonic())
@@ -180,8 +182,17 @@ class Receiver:
     def on_message(self, link: PeerLink, message: PeerMessage) -> None:
         if isinstance(message, ProbeDone):
             self._prober.on_done(message)
+        elif isinstance(message, RequestArrived):
+            self._on_request_arrived(link, message)
         elif isinstance(message, Reserved | Progress | Done | Failed | Quiesced):
             self._on_room_message(link, message)
+
+    def _on_request_arrived(self, link: PeerLink, message: RequestArrived) -> None:
+        """A copy may come after the room was opened, or was over."""
+        key = RoomKey(message.room, message.epoch, message.decode)
+        if key not in self._works and key not in self._committed and not self._owner.request_arrived(key):
+            self._metrics.dropped("stale")
+            link.send(Abort(**ids_of(message), reason=_UNKNOWN))
 
     def _on_room_message(self, link: PeerLink, message: Reserved | Progress | Done | Failed | Quiesced) -> None:
         key = RoomKey(message.room, message.epoch, message.decode)
@@ -196,7 +207,7 @@ class Receiver:
         elif not isinstance(message, Failed) or not self._owner.room_refused(key, failure_of(message)):
             self._metrics.dropped("stale")
             if isinstance(message, Progress | Done | Failed):
-                link.send(Abort(**ids_of(message), reason="this decode node does not know the room"))
+                link.send(Abort(**ids_of(message), reason=_UNKNOWN))
 
     # --- rooms --------------------------------------------------------------------------------------------------------
 

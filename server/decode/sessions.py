@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable
 
@@ -19,6 +20,8 @@ SETTLE_S = 0.05
 Closing is what makes it safe.
 """
 
+_TRIES = 4
+"""Endpoints that are open at the same time, to find a session that was not used before."""
 _MAX_AT_ONCE = 16
 """Peers whose endpoints may be opened or closed at the same time; a transport may take seconds for one."""
 
@@ -30,24 +33,37 @@ class TransportSessions:
         self._make_engine = make_engine
         self._arena = arena
         self._engines: dict[str, TransferEngine] = {}
-        self._latest: dict[str, str] = {}
+        self._used: dict[str, int] = {}
+        self._order = itertools.count()
         self._threads = Threads("fence", _MAX_AT_ONCE)
 
     async def open(self, address: str) -> TransferEngine:
         """A fresh endpoint for the peer at ``address``. Raises what the transport raises; closes an older one first.
 
-        Its session is another than that of the one before, by which the peer may still know this process.
+        Its session is another than every one before, for any peer: a peer may be frozen for as long as it likes, and
+        then go on writing to a session that was closed meanwhile.
         """
         await self.fence(address)
-        engine = await self._threads.run(self._open)
-        if engine.session == self._latest.get(address):
-            try:
-                other = await self._threads.run(self._open)
-            finally:
-                await self._threads.run(engine.close)
-            engine = other
-        self._engines[address], self._latest[address] = engine, engine.session
+        engine = await self._open_another()
+        self._engines[address], self._used[engine.session] = engine, next(self._order)
         return engine
+
+    async def _open_another(self) -> TransferEngine:
+        """Where there is no session that was not used before (few ports), that which was used the longest ago."""
+        opened: list[TransferEngine] = []
+        try:
+            while len(opened) < _TRIES:
+                opened.append(await self._threads.run(self._open))
+                if opened[-1].session not in self._used:
+                    break
+        except TransferError:
+            if not opened:
+                raise
+        chosen = min(opened, key=lambda engine: self._used.get(engine.session, -1))
+        for engine in opened:
+            if engine is not chosen:
+                await self._threads.run(engine.close)
+        return chosen
 
     async def fence(self, address: str) -> None:
         """Refuses new writes, then closes the endpoint. When this returns, no write of that peer can land.

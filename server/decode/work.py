@@ -117,6 +117,10 @@ class RoomOwner(Protocol):
         """Nothing writes into the room's memory any more."""
         ...
 
+    def request_arrived(self, key: RoomKey) -> bool:
+        """The router's request for a room that waits here has come to the prefill node. False if no such room waits."""
+        ...
+
     def room_refused(self, key: RoomKey, failure: Failure) -> bool:
         """The prefill node ended a room that has no memory here yet. False if there is no such room."""
         ...

@@ -56,8 +56,11 @@ from server.transfer.prefill_events import (
 from server.transfer.prefill_room import PrefillPhase, failed_message
 from server.transfer.protocol import (
     AnyMessage,
+    RequestArrived,
     Waiting,
     Writes,
+    ids_of,
+    registration_of,
 )
 from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick, Tombstones
 from server.transfer.sender import SendOutcome, SendResult
@@ -93,7 +96,14 @@ class RoomDesk:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self.refusing: Failure | None = None
-        self.pairing = Pairing(self.step, self.enqueue, self._tell, parts.tokenizer, settings.deadlines.pair_s)
+        self.pairing = Pairing(
+            self.step,
+            self.enqueue,
+            self._invite,
+            self.refuse_waiting,
+            parts.tokenizer,
+            settings.deadlines.pair_s,
+        )
 
     async def close(self) -> None:
         """Closes the senders; the rooms should have been given up before."""
@@ -102,8 +112,8 @@ class RoomDesk:
 
     @property
     def n_waiting(self) -> int:
-        """Rooms that wait for a slot and pages, or for their half of the request."""
-        return sum(work.room.phase is PrefillPhase.QUEUED for work in self.queue) + len(self.pairing.rooms)
+        """Rooms that wait for a slot and pages."""
+        return sum(work.room.phase is PrefillPhase.QUEUED for work in self.queue)
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -113,7 +123,7 @@ class RoomDesk:
     def drain(self, failure: Failure) -> None:
         """Refuses every room that is still to come or has not begun; the others go on."""
         self.refusing = failure
-        for work in [*self.queue, *self.pairing.rooms]:
+        for work in list(self.queue):
             self.step(work, GivenUp(failure))
         self.pairing.fail_all(failure)
 
@@ -141,12 +151,15 @@ class RoomDesk:
 
         Raises :class:`RequestFailed`.
         """
-        if self.refusing is not None:
-            raise RequestFailed(self.refusing.code, self.refusing.reason, status=self.refusing.status)
-        n_waiting = self.n_waiting + self.pairing.n_http
-        if n_waiting >= self._max_queue:
-            raise RequestFailed("overloaded", f"{n_waiting} requests wait for the prefill node already", status=503)
-        return self.pairing.submit(request)
+        failure, n_waiting = self.refusing, self.n_waiting + self.pairing.n_http
+        if failure is None and n_waiting >= self._max_queue:
+            failure = Failure("overloaded", f"{n_waiting} requests wait for the prefill node already", 503)
+        if failure is not None:
+            self.pairing.turned_away(request, failure)
+            raise RequestFailed(failure.code, failure.reason, status=failure.status)
+        generation = self.pairing.submit(request)
+        self._faults.entered("pair")
+        return generation
 
     # --- decode nodes -------------------------------------------------------------------------------------------------
 
@@ -159,9 +172,10 @@ class RoomDesk:
         target = self.targets.pop(peer, None)
         if target is None:
             return
-        for work in self._rooms_of(target):
+        for work in self.rooms_of(target):
             self.step(work, PeerLost(failure))
         self.tombstones.drop_peer(peer.incarnation)
+        self.pairing.lost(peer.registration)
         self._spawn(self._close_target(target))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
@@ -171,18 +185,26 @@ class RoomDesk:
 
     async def _close_target(self, target: PeerSender) -> None:
         await target.close(_SENDER_CLOSE_S)
-        for work in self._rooms_of(target):
+        for work in self.rooms_of(target):
             self.step(work, SenderGone())
 
     def enqueue(self, work: RoomWork) -> None:
         self.queue.append(work)
         self._admit()
 
-    def _tell(self, waiting: Waiting, failure: Failure) -> None:
-        """A room that waits on its decode node is over here."""
+    def _invite(self, waiting: Waiting) -> None:
+        """The request for a room that waits on its decode node has come: that node may take memory for it."""
+        self._answer(waiting, RequestArrived(**ids_of(waiting)))
+
+    def refuse_waiting(self, waiting: Waiting, failure: Failure) -> None:
+        """A room that waits on its decode node is over here. A copy of its ``Waiting`` finds the tombstone."""
+        self.tombstones.bury(RoomKey(waiting.room, waiting.epoch, waiting.decode), failure, clean=True)
+        self._answer(waiting, failed_message(waiting, failure, Writes.SETTLING))
+
+    def _answer(self, waiting: Waiting, answer: AnyMessage) -> None:
         for peer in self.targets:
-            if peer.incarnation == waiting.decode:
-                self._send(peer, failed_message(waiting, failure, Writes.SETTLING))
+            if peer.registration == registration_of(waiting):
+                self._send(peer, answer)
 
     # --- rooms --------------------------------------------------------------------------------------------------------
 
@@ -216,7 +238,8 @@ class RoomDesk:
         for work in list(self.queue):
             self.step(work, QueueMoved())
 
-    def _rooms_of(self, target: PeerSender) -> list[RoomWork]:
+    def rooms_of(self, target: PeerSender) -> list[RoomWork]:
+        """The rooms of one registration."""
         return [work for work in self.works.values() if work.target is target]
 
     def step(self, work: RoomWork, event: PrefillEvent) -> None:

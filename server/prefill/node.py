@@ -201,8 +201,15 @@ class PrefillNode:
             "bootstrap_port": self.bootstrap_port,
             "waiting": desk.n_waiting if desk is not None else 0,
             "refused": self._bootstrap.refused() if self._bootstrap is not None else [],
-            "unpaired": {"http": desk.pairing.n_http, "rooms": len(desk.pairing.rooms)} if desk is not None else {},
-            "peers": [{"incarnation": peer.incarnation, "session": peer.manifest.session} for peer in targets],
+            "unpaired": {"http": desk.pairing.n_http, "rooms": desk.pairing.n_lonely} if desk is not None else {},
+            "peers": [
+                {
+                    "incarnation": peer.incarnation,
+                    "registration": peer.registration.number,
+                    "session": peer.manifest.session,
+                }
+                for peer in targets
+            ],
         }
 
     # --- events -------------------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
-"""Rooms that a router named: the request comes here over HTTP, the ``Reserve`` from a decode node, in any order.
+"""Rooms that a router named: one half is a request here over HTTP, the other waits on a decode node; in any order.
 
-A room gets its turn only when both are there, and the client here is answered, with the first token, when the decode
-node has committed. What ends one half ends the other at once; half a room ends by the deadline ``pair_s``.
+When both are there the decode node is told so. It takes memory and sends its ``Reserve``, and with that the room gets
+its turn. The client here is answered, with the first token, when the decode node has committed. What ends one half ends
+the other at once; half a room ends by the deadline ``pair_s``.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import time
 from collections.abc import Callable
@@ -25,9 +27,9 @@ from server.engine.request import (
 from server.engine.stopping import OutputProcessor
 from server.node.request_log import RequestEnd
 from server.prefill.work import RoomWork
-from server.transfer.prefill_events import Paired, PrefillEvent
+from server.transfer.prefill_events import PrefillEvent
 from server.transfer.prefill_room import PrefillPhase
-from server.transfer.protocol import RoutedRequest, Waiting
+from server.transfer.protocol import Registration, RoutedRequest, Waiting, registration_of
 from server.transfer.rooms import Failure, GivenUp, RoomKey
 
 log = logging.getLogger(__name__)
@@ -37,10 +39,18 @@ REMEMBER_S = 2.0
 """How long the end of one half is kept for the other: a router sends both at the same time."""
 
 
+class Side(enum.StrEnum):
+    """Which half of a room."""
+
+    HTTP = "http"
+    DECODE = "decode"
+
+
 @dataclass(eq=False)
 class HttpHalf:
     """One request over HTTP, which ``came`` at that time. ``alive`` is then, or when a decode node last said that the
-    room waits there for memory: ``waiting``. ``work`` is its room, once there is one.
+    room waits there: ``waiting``. ``work`` is its room, once there is one. ``is_again``: it came while the end of an
+    earlier half of a room with this id was remembered.
     """
 
     request: GenerationRequest
@@ -48,6 +58,7 @@ class HttpHalf:
     generation: NodeGeneration
     came: float
     alive: float
+    is_again: bool
     waiting: Waiting | None = None
     work: RoomWork | None = None
 
@@ -59,26 +70,43 @@ class HttpHalf:
 
 
 @dataclass(frozen=True)
-class _Ended:
-    """The end of a half whose other half had not come, kept until ``until``."""
+class _DecodeHalf:
+    """A room that has waited on its decode node since ``since``, and whose request has not come here."""
 
+    waiting: Waiting
+    since: float
+    is_again: bool
+
+
+@dataclass
+class _Ended:
+    """The end of the ``side`` half of a room, whose other half had not come. Kept until ``until``.
+
+    It ends one half of the other side, which may be still to come, and is spent then. A half of the same side is not of
+    that room any more but of a later one with its id, and so are all that come after it. The ends of those are not
+    remembered before ``until``: whoever uses an id again and again fails once by this, not each time.
+    """
+
+    side: Side
     failure: Failure
     until: float
+    is_spent: bool = False
 
 
 class Pairing:
-    """The halves that came over HTTP, and their rooms.
+    """The halves of rooms that have not met, and the clients here of those that have.
 
-    ``feed`` hands a room an event, ``enqueue`` puts a paired room into the queue, ``tell`` answers a decode node whose
-    room is over before it was reserved. ``address`` is this node's bootstrap ``host:port``, for the clients. ``pair_s``
-    in seconds, by ``clock``.
+    ``feed`` hands a room an event, ``enqueue`` puts a paired room into the queue. ``invite`` tells the decode node of a
+    waiting room that its request is here, ``refuse`` that the room is over. ``address`` is this node's bootstrap
+    ``host:port``, for the clients. ``pair_s`` in seconds, by ``clock``.
     """
 
     def __init__(
         self,
         feed: Callable[[RoomWork, PrefillEvent], None],
         enqueue: Callable[[RoomWork], None],
-        tell: Callable[[Waiting, Failure], None],
+        invite: Callable[[Waiting], None],
+        refuse: Callable[[Waiting, Failure], None],
         tokenizer: TokenizerLike,
         pair_s: float,
         *,
@@ -87,12 +115,13 @@ class Pairing:
         self.address = ""
         self._feed = feed
         self._enqueue = enqueue
-        self._tell = tell
+        self._invite = invite
+        self._refuse = refuse
         self._tokenizer = tokenizer
         self._pair_s = pair_s
         self._clock = clock
         self._halves: dict[int, HttpHalf] = {}
-        self._lonely: dict[int, RoomWork] = {}
+        self._lonely: dict[int, _DecodeHalf] = {}
         self._ended: dict[int, _Ended] = {}
 
     @property
@@ -101,9 +130,9 @@ class Pairing:
         return sum(half.work is None for half in self._halves.values())
 
     @property
-    def rooms(self) -> list[RoomWork]:
-        """Rooms that wait for their request over HTTP."""
-        return list(self._lonely.values())
+    def n_lonely(self) -> int:
+        """Rooms that wait on decode nodes for their request over HTTP."""
+        return len(self._lonely)
 
     # --- the client's side --------------------------------------------------------------------------------------------
 
@@ -118,16 +147,34 @@ class Pairing:
         room = request.named.room
         if room in self._halves:
             raise RequestFailed("duplicate_room", f"room {room} is in use by another request", status=409)
-        ended = self._ended.pop(room, None)
-        if ended is not None:
-            raise _request_failed(ended.failure)
+        failure, is_again = self._earlier_end(room, Side.HTTP)
+        if failure is not None:
+            raise _request_failed(failure)
         now = self._clock()
-        half = HttpHalf(request, room, NodeGeneration(lambda: self._client_gone(half), room=room), now, now)
+        generation = NodeGeneration(lambda: self._client_gone(half), room=room)
+        half = HttpHalf(request, room, generation, now, now, is_again)
         self._halves[room] = half
-        work = self._lonely.pop(room, None)
-        if work is not None:
-            self._join(half, work)
+        other = self._lonely.pop(room, None)
+        if other is not None:
+            self._meet(half, other.waiting)
         return half.generation
+
+    def turned_away(self, request: GenerationRequest, failure: Failure) -> None:
+        """A request that came over HTTP is not taken: the decode node's half of its room is over too."""
+        room = request.named.room if request.named is not None else None
+        if room is None or room in self._halves:
+            return
+        other = self._lonely.pop(room, None)
+        if other is not None:
+            self._refuse(other.waiting, failure)
+            return
+        _, is_again = self._earlier_end(room, Side.HTTP)
+        if not is_again:
+            self._remember(room, Side.HTTP, failure)
+
+    def _meet(self, half: HttpHalf, waiting: Waiting) -> None:
+        half.waiting, half.alive = waiting, self._clock()
+        self._invite(waiting)
 
     def _client_gone(self, half: HttpHalf) -> None:
         self._end(half, Failure("prefill_client_gone", "the client of the prefill node closed its request", 502))
@@ -135,49 +182,92 @@ class Pairing:
 
     def _end(self, half: HttpHalf, failure: Failure) -> None:
         """Ends both halves, or keeps the failure for the one that is still to come."""
-        self._halves.pop(half.room, None)
+        work = half.work
+        self._fail(half, failure)
+        if work is not None:
+            if work.room.active:
+                self._feed(work, GivenUp(failure))
+        elif half.waiting is not None:
+            self._refuse(half.waiting, failure)
+        elif not half.is_again:
+            self._remember(half.room, Side.HTTP, failure)
+
+    def _fail(self, half: HttpHalf, failure: Failure) -> None:
         if half.work is None:
             half.end(failure.code, self._clock()).log()
-            self._remember(half.room, failure)
-            if half.waiting is not None:
-                self._tell(half.waiting, failure)
-        elif half.work.room.active:
-            self._feed(half.work, GivenUp(failure))
+        self._let_go(half)
         half.generation.fail(_request_failed(failure))
+
+    def _let_go(self, half: HttpHalf) -> None:
+        """The request is answered: what its room still does is no business of a later one with the same id."""
+        if self._halves.get(half.room) is half:
+            del self._halves[half.room]
+        if half.work is not None:
+            half.work.half = None
+            half.work = None
 
     # --- the decode node's side ---------------------------------------------------------------------------------------
 
     def heard(self, waiting: Waiting) -> None:
-        """The room waits for memory on its decode node, which is told if its half here is over."""
-        half = self._halves.get(waiting.room)
-        if half is not None and half.work is None:
-            half.waiting, half.alive = waiting, self._clock()
-        elif half is None and (ended := self._ended.get(waiting.room)) is not None:
-            self._tell(waiting, ended.failure)
+        """The room has no memory on its decode node, which is told how its half here stands, if it has come."""
+        half, other = self._halves.get(waiting.room), self._lonely.get(waiting.room)
+        known = half.waiting if half is not None else other.waiting if other is not None else None
+        if known is not None and known.decode != waiting.decode:
+            self._refuse(waiting, _not_yours(waiting.room))
+        elif known is not None and known.epoch > waiting.epoch:
+            pass  # a late copy: that room is over on its decode node
+        elif half is not None:
+            if half.work is None:
+                self._meet(half, waiting)
+        elif other is not None:
+            self._lonely[waiting.room] = replace(other, waiting=waiting)
+        else:
+            self._heard_first(waiting)
+
+    def _heard_first(self, waiting: Waiting) -> None:
+        failure, is_again = self._earlier_end(waiting.room, Side.DECODE)
+        if failure is not None:
+            self._refuse(waiting, failure)
+            return
+        self._lonely[waiting.room] = _DecodeHalf(waiting, self._clock(), is_again)
+        if len(self._lonely) > MAX_REMEMBERED:
+            del self._lonely[next(iter(self._lonely))]  # it is heard of again within a second
 
     def given_up(self, key: RoomKey, failure: Failure) -> None:
-        """The decode node gave up a room that waited there for memory."""
-        half = self._halves.get(key.room)
-        if half is None or half.work is not None or half.waiting is None:
-            return
-        if (half.waiting.epoch, half.waiting.decode) == (key.epoch, key.decode):
-            half.waiting = None
-            self._end(half, failure)
+        """The decode node gave up a room that waited there."""
+        half, other = self._halves.get(key.room), self._lonely.get(key.room)
+        if other is not None and _is_of(other.waiting, key):
+            self._end_lonely(other, failure)
+        elif half is not None and half.work is None and half.waiting is not None and _is_of(half.waiting, key):
+            self._fail(half, failure)
+
+    def _end_lonely(self, other: _DecodeHalf, failure: Failure) -> None:
+        del self._lonely[other.waiting.room]
+        if not other.is_again:
+            self._remember(other.waiting.room, Side.DECODE, failure)
+
+    def lost(self, registration: Registration) -> None:
+        """A registration is over: what waited in it has to be told anew."""
+        for room, other in list(self._lonely.items()):
+            if registration_of(other.waiting) == registration:
+                del self._lonely[room]
+        for half in self._halves.values():
+            if half.waiting is not None and registration_of(half.waiting) == registration:
+                half.waiting = None
 
     def reserved(self, work: RoomWork) -> None:
         """A ``Reserve`` without a prompt has come, and ``work`` is its room. It may be over already."""
         room = work.room.key.room
         half = self._halves.get(room)
-        if half is not None and half.work is None:
+        if half is None:
+            gone = Failure(
+                "prefill_client_gone", f"the request for room {room} is not on the prefill node any more", 502
+            )
+            self._feed(work, GivenUp(gone))
+        elif half.work is None and (half.waiting is None or _is_of(half.waiting, work.room.key)):
             self._join(half, work)
-        elif half is not None or room in self._lonely:
-            self._feed(work, GivenUp(Failure("duplicate_room", f"room {room} is another decode node's", 409)))
-        elif (ended := self._ended.pop(room, None)) is not None:
-            self._feed(work, GivenUp(ended.failure))
-        elif work.room.active:
-            self._lonely[room] = work
-        elif work.room.failure is not None:
-            self._remember(room, work.room.failure)
+        else:
+            self._feed(work, GivenUp(_not_yours(room)))
 
     def _join(self, half: HttpHalf, work: RoomWork) -> None:
         """Both halves are here."""
@@ -196,7 +286,6 @@ class Pairing:
             self._feed(work, GivenUp(Failure("prompt_mismatch", reason, 400)))
             return
         work.request = replace(work.request, prompt_ids=prompt)
-        self._feed(work, Paired())
         self._enqueue(work)
 
     def moved(self, work: RoomWork) -> None:
@@ -210,14 +299,11 @@ class Pairing:
 
     def _move(self, work: RoomWork) -> None:
         room, half = work.room, work.half
-        if room.phase is PrefillPhase.PAIR or not (half or self._lonely.get(room.key.room) is work):
-            return
         if half is None:
-            del self._lonely[room.key.room]
-            self._remember(room.key.room, room.failure or Failure("room_over", f"{room.key} is over", 409))
-        elif room.phase is PrefillPhase.COMMITTED and work.first is not None:
+            return
+        if room.phase is PrefillPhase.COMMITTED and work.first is not None:
             answer = _first_output(self._tokenizer, half.request, work.first)
-            self._halves.pop(half.room, None)
+            self._let_go(half)
             half.generation.set_route(RouteInfo(self.address, half.room))
             half.generation.put(answer)
         elif room.failure is not None and not room.active:
@@ -231,22 +317,47 @@ class Pairing:
             waited_s = now - half.alive
             if half.work is None and waited_s > self._pair_s:
                 what = "no decode node reserved" if half.waiting is None else "the decode node is silent about"
-                reason = f"phase pair on the prefill node: {what} room {half.room} for {waited_s:.1f} s "
-                reason += f"(deadline {self._pair_s:g} s)"
-                self._end(half, Failure("deadline", reason, 504))
-        for room in [room for room, ended in self._ended.items() if ended.until < now]:
-            del self._ended[room]
+                self._end(half, self._late(f"{what} room {half.room}", waited_s))
+        for room, other in list(self._lonely.items()):
+            if now - other.since > self._pair_s:
+                failure = self._late(f"no request for room {room} came over HTTP", now - other.since)
+                self._end_lonely(other, failure)
+                self._refuse(other.waiting, failure)
+        self._ended = {room: ended for room, ended in self._ended.items() if now < ended.until}
+
+    def _late(self, what: str, waited_s: float) -> Failure:
+        reason = f"phase pair on the prefill node: {what} for {waited_s:.1f} s (deadline {self._pair_s:g} s)"
+        return Failure("deadline", reason, 504)
 
     def fail_all(self, failure: Failure) -> None:
-        """Ends every request that still waits for its decode node."""
+        """Ends every half that has not met its other half, and those that wait for memory on their decode node."""
         for half in [half for half in self._halves.values() if half.work is None]:
             self._end(half, failure)
+        for other in self._lonely.values():
+            self._refuse(other.waiting, failure)
+        self._lonely.clear()
 
-    def _remember(self, room: int, failure: Failure) -> None:
-        self._ended.pop(room, None)
-        self._ended[room] = _Ended(failure, self._clock() + min(REMEMBER_S, self._pair_s))
+    def _remember(self, room: int, side: Side, failure: Failure) -> None:
+        self._ended[room] = _Ended(side, failure, self._clock() + min(REMEMBER_S, self._pair_s))
         if len(self._ended) > MAX_REMEMBERED:
             del self._ended[next(iter(self._ended))]
+
+    def _earlier_end(self, room: int, side: Side) -> tuple[Failure | None, bool]:
+        """What a half that comes on ``side`` must end with, and whether an end with this room's id is remembered."""
+        ended = self._ended.get(room)
+        if ended is None or self._clock() >= ended.until:
+            return None, False
+        concerns_it = not ended.is_spent and ended.side is not side
+        ended.is_spent = True
+        return (ended.failure if concerns_it else None), True
+
+
+def _is_of(waiting: Waiting, key: RoomKey) -> bool:
+    return (waiting.room, waiting.epoch, waiting.decode) == (key.room, key.epoch, key.decode)
+
+
+def _not_yours(room: int) -> Failure:
+    return Failure("duplicate_room", f"room {room} is another decode node's, or another attempt's", 409)
 
 
 def _request_failed(failure: Failure) -> RequestFailed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,12 +15,10 @@ from server.cache.layout import PROBE_NBYTES, Run
 from server.threads import call_in_thread
 from server.transfer.bootstrap import DecodePeer
 from server.transfer.engines.base import TransferEngine, open_registered
-from server.transfer.protocol import PROBE_BLOCK_NBYTES, Probe, ProbeDone, clip
+from server.transfer.protocol import PROBE_BLOCK_NBYTES, Probe, ProbeDone, clip, registration_of
 from server.transfer.sender import Piece, Sender, SendJob, SendOutcome, SendResult
 
 log = logging.getLogger(__name__)
-
-_ANSWERS_REMEMBERED = 256
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class PeerSender:
     """One registration of a decode process and the thread that writes into its memory.
 
     A new registration gets a new one. ``probe`` says how the last readiness probe ended: when (on ``time.monotonic()``)
-    and what was wrong, if anything; None before the first.
+    and what was wrong, if anything; None before the first. ``answered`` is what the decode node was told of it.
     """
 
     def __init__(
@@ -48,6 +45,7 @@ class PeerSender:
     ) -> None:
         self.peer = peer
         self.probe: tuple[float, str] | None = None
+        self.answered: ProbeDone | None = None
         self._arena = arena
         self._make_transport = make_transport
         self.sender = Sender(self._make_engine, peer.manifest.session, on_result, f"sender {peer.incarnation[:8]}")
@@ -72,8 +70,8 @@ class PeerSender:
 class ProbeWriter:
     """Answers probes: writes a random block through the real sender, one at a time per lane of the probe region.
 
-    A probe that comes again is one write: while it is under way it has one answer, afterwards the same answer again. A
-    second write could land in a lane that the decode node uses for another probe by then.
+    A probe that comes again is answered once more and not written once more: the block of a late copy would land where
+    another probe is under way by now. A decode node has one probe at a time, and counts their nonces upwards.
     """
 
     def __init__(self, arena: Arena, deadline_s: float, answer: Callable[[DecodePeer, ProbeDone], None]) -> None:
@@ -82,14 +80,14 @@ class ProbeWriter:
         self._answer = answer
         self._free_lanes = list(range(PROBE_NBYTES // PROBE_BLOCK_NBYTES))
         self._running: dict[ProbeKey, tuple[PeerSender, Probe, int, int]] = {}
-        self._answered: OrderedDict[ProbeKey, ProbeDone] = OrderedDict()
 
     def start(self, target: PeerSender, probe: Probe) -> None:
         key = ProbeKey(probe.nonce, probe.decode)
-        if key in self._running:
+        last = target.answered
+        if key in self._running or (last is not None and probe.nonce < last.nonce):
             return
-        if key in self._answered:
-            self._answer(target.peer, self._answered[key])
+        if last is not None and probe.nonce == last.nonce:
+            self._answer(target.peer, last)
             return
         if not self._free_lanes:
             self.refuse(target, probe, "too many probes at once")
@@ -111,15 +109,13 @@ class ProbeWriter:
         target.sender.forget(key)
         reason = "" if result.outcome is SendOutcome.APPLIED else result.reason or result.outcome
         target.probe = (time.monotonic(), reason)
-        self._answered[key] = self._reply(target, probe, digest, reason)
-        while len(self._answered) > _ANSWERS_REMEMBERED:
-            self._answered.popitem(last=False)
+        target.answered = self._reply(target, probe, digest, reason)
 
     def refuse(self, target: PeerSender, probe: Probe, reason: str) -> None:
         """Answers without a write."""
         self._reply(target, probe, 0, reason)
 
     def _reply(self, target: PeerSender, probe: Probe, digest: int, reason: str) -> ProbeDone:
-        done = ProbeDone(probe.prefill, probe.decode, probe.nonce, digest, clip(reason))
+        done = ProbeDone(*registration_of(probe), probe.nonce, digest, clip(reason))
         self._answer(target.peer, done)
         return done

@@ -74,7 +74,7 @@ class Reception:
                     log.exception("a Reserve of %s could not be handled", peer)
                     self._send(peer, failed_message(message, broken(error), Writes.SETTLING))
             case Waiting():
-                self._desk.pairing.heard(message)
+                self._on_waiting(peer, message)
             case Abort() | Committed() | Rejected():
                 work = self._desk.works.get(RoomKey(message.room, message.epoch, message.decode))
                 if work is not None:
@@ -84,6 +84,19 @@ class Reception:
             case _:
                 self._metrics.dropped("direction")
 
+    def _on_waiting(self, peer: DecodePeer, waiting: Waiting) -> None:
+        """A room that is over here, or will never be taken, is answered so again and again: the answer may be lost."""
+        desk, key = self._desk, RoomKey(waiting.room, waiting.epoch, waiting.decode)
+        stone = desk.tombstones.refuses(key)
+        if key in desk.works:
+            return  # a copy from before the room was reserved
+        if stone is not None:
+            self._send(peer, failed_message(waiting, stone.failure or _over(key), Writes.SETTLING))
+        elif desk.refusing is not None:
+            desk.refuse_waiting(waiting, desk.refusing)
+        else:
+            desk.pairing.heard(waiting)
+
     def _on_reserve(self, target: PeerSender, reserve: Reserve) -> None:
         key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
         if key in self._desk.works:
@@ -91,7 +104,7 @@ class Reception:
             return
         stone = self._desk.tombstones.refuses(key)
         if stone is not None:
-            failure = stone.failure or Failure("room_over", f"{key} is over already", 409)
+            failure = stone.failure or _over(key)
             writes = Writes.SETTLING if self._desk.tombstones.clean(key) else Writes.UNKNOWN
             self._send(target.peer, failed_message(reserve, failure, writes))
             return
@@ -118,7 +131,7 @@ class Reception:
             return self._desk.refusing
         if self._desk.n_waiting >= self._max_queue:
             return Failure("overloaded", f"{self._desk.n_waiting} rooms wait for the prefill node already", 503)
-        if any(work.room.key.room == reserve.room and work.target is target for work in self._desk.works.values()):
+        if any(work.room.key.room == reserve.room for work in self._desk.rooms_of(target) if work.room.active):
             return Failure("duplicate_room", f"room {reserve.room} is under way in another epoch", 409)
         return self._desk.memory.refuses(target.peer, reserve, request, n)
 
@@ -131,3 +144,7 @@ class Reception:
             self._send(peer, Quiesced(**ids_of(abort)))
         else:
             self._send(peer, failed_message(abort, failure, Writes.UNKNOWN))
+
+
+def _over(key: RoomKey) -> Failure:
+    return Failure("room_over", f"{key} is over already", 409)

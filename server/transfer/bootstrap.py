@@ -13,7 +13,6 @@ from typing import Protocol
 
 import zmq
 import zmq.asyncio
-from msgspec import structs
 
 from server.cache.layout import ArenaLayout
 from server.transfer.addresses import is_ipv6, join_address
@@ -34,11 +33,13 @@ from server.transfer.protocol import (
     Refused,
     Register,
     Registered,
+    Registration,
     VersionMismatch,
     clip,
     decode,
 )
 from server.transfer.quiet import Quiet
+from server.transfer.registrations import Registrations, Standing
 from server.transfer.rooms import Deadlines, Failure, Heartbeat
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ _HANDSHAKES = {
 class DecodePeer:
     """One decode process in one of its registrations: a new transport session is a new peer."""
 
-    def __init__(self, manifest: Manifest, routing_id: bytes, heartbeat: Heartbeat) -> None:
+    def __init__(self, registration: Registration, manifest: Manifest, routing_id: bytes, heartbeat: Heartbeat) -> None:
+        self.registration = registration
         self.manifest = manifest
         self.layout: ArenaLayout = manifest.layout()
         self.routing_id = routing_id
@@ -74,7 +76,7 @@ class DecodePeer:
         return self.manifest.incarnation
 
     def __str__(self) -> str:
-        return f"decode {self.incarnation[:8]} ({self.manifest.session})"
+        return f"decode {self.incarnation[:8]}/{self.registration.number} ({self.manifest.session})"
 
 
 class BootstrapHandler(Protocol):
@@ -102,6 +104,7 @@ class Bootstrap:
         self.manifest = manifest
         self.peers: dict[str, DecodePeer] = {}
         self.port = 0
+        self._registrations = Registrations(manifest.incarnation)
         self._handler = handler
         self._deadlines = deadlines
         self._metrics = metrics
@@ -201,11 +204,12 @@ class Bootstrap:
             self._metrics.dropped(error.kind)
             log.debug("dropped a control frame: %s", error)
             if isinstance(error, VersionMismatch):
-                self._refuse(routing_id, "", Mismatch("protocol_version", str(PROTOCOL_VERSION), str(error.theirs)))
+                mismatch = Mismatch("protocol_version", str(PROTOCOL_VERSION), str(error.theirs))
+                self._refuse(routing_id, "", 0, mismatch)
             return
         match message:
             case Register():
-                self._on_register(routing_id, message.manifest)
+                self._on_register(routing_id, message)
             case Ping():
                 self._on_ping(routing_id, message)
             case PeerMessage():
@@ -213,35 +217,50 @@ class Bootstrap:
             case _:
                 self._metrics.dropped("direction")
 
-    def _on_register(self, routing_id: bytes, theirs: Manifest) -> None:
+    def _on_register(self, routing_id: bytes, register: Register) -> None:
+        theirs, number = register.manifest, register.registration
         mismatch = compare(self.manifest, theirs)
         known = self.peers.get(theirs.incarnation)
+        standing = self._registrations.judge(theirs.incarnation, number, routing_id)
         if mismatch is None and known is None and len(self.peers) >= MAX_PEERS:
             mismatch = Mismatch(PEERS, f"at most {MAX_PEERS}", "one more")
-        if mismatch is None and known is not None and known.routing_id != routing_id:
+        if mismatch is None and standing is Standing.ELSEWHERE:
             mismatch = Mismatch("incarnation", "registered over another connection", theirs.incarnation)
         if mismatch is not None:
             self._metrics.dropped("refused")
-            self._refuse(routing_id, theirs.incarnation, mismatch)
-            return
-        now = time.monotonic()
-        if known is not None and known.manifest == theirs:
-            known.heartbeat.heard(now)
-            self._send(routing_id, Registered(self.manifest, resumed=True))
-            return
-        if known is not None:
-            self._lose(known, Failure("peer_lost", f"{known} has registered anew", 502))
-        peer = DecodePeer(theirs, routing_id, Heartbeat(self._deadlines.peer_s, now))
-        self._handler.on_registered(peer)
+            self._refuse(routing_id, theirs.incarnation, number, mismatch)
+        elif standing is Standing.OVER:
+            self._metrics.dropped("stale")
+            self._send(routing_id, Pong(self.manifest.incarnation, number, registered=False))
+        elif standing is Standing.CURRENT and known is not None:
+            known.heartbeat.heard(time.monotonic())
+            self._send(routing_id, Registered(number, self.manifest))
+        else:
+            self._register(routing_id, register, known)
+
+    def _register(self, routing_id: bytes, register: Register, before: DecodePeer | None) -> None:
+        """Begins a registration; the one ``before`` of the same process is over."""
+        if before is not None:
+            self._lose(before, Failure("peer_lost", f"{before} has registered anew", 502))
+        theirs, number = register.manifest, register.registration
+        registration = self._registrations.begin(theirs.incarnation, number, routing_id)
+        peer = DecodePeer(registration, theirs, routing_id, Heartbeat(self._deadlines.peer_s, time.monotonic()))
+        try:
+            self._handler.on_registered(peer)
+        except Exception:
+            self._registrations.end(registration)
+            raise
         self.peers[theirs.incarnation] = peer
         log.info("registered %s", peer)
-        self._send(routing_id, Registered(self.manifest, resumed=False))
+        self._send(routing_id, Registered(number, self.manifest))
 
-    def _refuse(self, routing_id: bytes, incarnation: str, mismatch: Mismatch) -> None:
-        refusal = Refused(clip(mismatch.field, 256), clip(mismatch.ours), clip(mismatch.theirs))
+    def _refuse(self, routing_id: bytes, incarnation: str, number: int, mismatch: Mismatch) -> None:
+        """Says no to registration ``number``, which is 0 where it is not known."""
+        refusal = Refused(number, clip(mismatch.field, 256), clip(mismatch.ours), clip(mismatch.theirs))
         self._quiet.warning(mismatch.field, f"refused decode {incarnation[:8]}: {mismatch}")
         self._metrics.refused(refusal_label(mismatch.field))
-        self._refused.append({"incarnation": incarnation, **structs.asdict(refusal)})
+        values = {"field": refusal.field, "ours": refusal.ours, "theirs": refusal.theirs}
+        self._refused.append({"incarnation": incarnation, **values})
         self._send(routing_id, refusal)
 
     def _on_not_admitted(self, address: str) -> None:
@@ -291,16 +310,21 @@ class Bootstrap:
             await asyncio.sleep(LOOK_AGAIN_S)
 
     def _on_ping(self, routing_id: bytes, ping: Ping) -> None:
+        meant = Registration(self.manifest.incarnation, ping.decode, ping.registration)
         peer = self.peers.get(ping.decode)
-        is_known = peer is not None and peer.routing_id == routing_id and peer.manifest.session == ping.session
+        is_known = peer is not None and self._registrations.is_current(meant, routing_id)
         if peer is not None and is_known:
             peer.heartbeat.heard(time.monotonic())
-        self._send(routing_id, Pong(self.manifest.incarnation, is_known))
+        self._send(routing_id, Pong(self.manifest.incarnation, ping.registration, is_known))
 
     def _on_peer_message(self, routing_id: bytes, message: PeerMessage) -> None:
+        """What belongs to no current registration is dropped.
+
+        Nobody waits for an answer to it: a decode node that still believes in that registration hears the truth with
+        its next ``Pong``.
+        """
         peer = self.peers.get(message.decode)
-        is_current = message.prefill == self.manifest.incarnation and peer is not None and peer.routing_id == routing_id
-        if peer is None or not is_current:
+        if peer is None or not self._registrations.covers(message, routing_id):
             self._metrics.dropped("stale")
         elif not isinstance(message, FromDecode):
             self._metrics.dropped("direction")
@@ -320,6 +344,7 @@ class Bootstrap:
     def _lose(self, peer: DecodePeer, failure: Failure) -> None:
         log.warning("lost a peer: %s", failure.reason)
         peer.lost = True
+        self._registrations.end(peer.registration)
         self.peers.pop(peer.incarnation, None)
         try:
             self._handler.on_lost(peer, failure)

@@ -1,9 +1,7 @@
 """One room on the decode node, as a pure state machine.
 
-    RESERVE (-> PAIR) -> QUEUED -> PREFILL -> TRANSFER -> VERIFY -> COMMITTED
-       \\_________\\_________\\_________\\__________\\_________\\---> ENDING -> OVER
-
-PAIR is for a room that a router named: the prefill node waits for its half of the request.
+    RESERVE -> QUEUED -> PREFILL -> TRANSFER -> VERIFY -> COMMITTED
+       \\________\\_________\\__________\\_________\\---> ENDING -> OVER
 
 In ENDING the room's memory is quarantined: it is free again only after ``Quiesced``, or after the node has fenced the
 peer.
@@ -26,7 +24,6 @@ from server.transfer.protocol import (
     Reserve,
     Reserved,
     RoomIds,
-    RoutedRequest,
     Writes,
     clip,
     ids_of,
@@ -38,7 +35,6 @@ class DecodePhase(enum.StrEnum):
     """Where a room stands on the decode node."""
 
     RESERVE = "reserve"
-    PAIR = "pair"
     QUEUED = "queued"
     PREFILL = "prefill"
     TRANSFER = "transfer"
@@ -50,14 +46,12 @@ class DecodePhase(enum.StrEnum):
 
 _REMOTE = (
     DecodePhase.RESERVE,
-    DecodePhase.PAIR,
     DecodePhase.QUEUED,
     DecodePhase.PREFILL,
     DecodePhase.TRANSFER,
 )
 _FOLLOWS = {phase: i for i, phase in enumerate(_REMOTE)}
 _PHASE_OF = {
-    RemotePhase.PAIR: DecodePhase.PAIR,
     RemotePhase.QUEUED: DecodePhase.QUEUED,
     RemotePhase.PREFILL: DecodePhase.PREFILL,
     RemotePhase.TRANSFER: DecodePhase.TRANSFER,
@@ -162,8 +156,7 @@ class DecodeRoom:
             case Opened():
                 return [Send(self._reserve)]
             case Reserved():
-                is_routed = isinstance(self._reserve.request, RoutedRequest)
-                return self._on_sign_of_life(DecodePhase.PAIR if is_routed else DecodePhase.QUEUED, now)
+                return self._on_sign_of_life(DecodePhase.QUEUED, now)
             case Progress():
                 return self._on_sign_of_life(_PHASE_OF[event.phase], now)
             case Done():

@@ -2,7 +2,7 @@
 
     KIND:COMPONENT[@PLACE][:COUNT]     drop, zero, stale, shift, swap; forget, miscount
     KIND-writes[:ARGUMENT][:COUNT]     delay-writes:SECONDS, late-writes:SECONDS, fail-writes[:COMPONENT]
-    KIND-message:TYPE[:COUNT]          drop-, duplicate-, reorder-, corrupt-message
+    KIND-message:TYPE[:COUNT]          drop-, duplicate-, reorder-, late-, corrupt-message
     kill:PHASE[:COUNT]
     unchecked[:CHECK]
 
@@ -63,6 +63,8 @@ class FaultKind(enum.StrEnum):
     DUPLICATE_MESSAGE = "duplicate-message"
     REORDER_MESSAGE = "reorder-message"
     """The message goes behind the next one, or one second later."""
+    LATE_MESSAGE = "late-message"
+    """The message goes when this node has registered anew: behind the first one of a later registration."""
     CORRUPT_MESSAGE = "corrupt-message"
     """One byte of the frame is inverted."""
 
@@ -89,14 +91,20 @@ STATE = frozenset({FaultKind.DROP, FaultKind.ZERO, FaultKind.STALE, FaultKind.SH
 CLAIMS = frozenset({FaultKind.FORGET, FaultKind.MISCOUNT})
 WRITES = frozenset({FaultKind.DELAY_WRITES, FaultKind.FAIL_WRITES, FaultKind.LATE_WRITES})
 MESSAGES = frozenset(
-    {FaultKind.DROP_MESSAGE, FaultKind.DUPLICATE_MESSAGE, FaultKind.REORDER_MESSAGE, FaultKind.CORRUPT_MESSAGE}
+    {
+        FaultKind.DROP_MESSAGE,
+        FaultKind.DUPLICATE_MESSAGE,
+        FaultKind.REORDER_MESSAGE,
+        FaultKind.LATE_MESSAGE,
+        FaultKind.CORRUPT_MESSAGE,
+    }
 )
 TIMED = frozenset({FaultKind.DELAY_WRITES, FaultKind.LATE_WRITES})
 
 PREFILL, DECODE = "prefill", "decode"
 PHASES = {
     PREFILL: ("pair", "queued", "prefill", "transfer", "commit", "committed"),
-    DECODE: ("waiting", "reserve", "pair", "queued", "prefill", "transfer", "verify", "committed", "decode"),
+    DECODE: ("waiting", "pair", "reserve", "queued", "prefill", "transfer", "verify", "committed", "decode"),
 }
 """Phases in which a node can be killed."""
 MESSAGE_TYPES = {

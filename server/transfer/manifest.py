@@ -14,7 +14,7 @@ from server.cache.layout import PROBE_NBYTES, ArenaLayout, ComponentLayout
 from server.cache.live import LIVE_RULES
 from server.cache.specs import DRAFT, SWA, Scope
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised whenever a message changes. Peers of different versions refuse each other."""
 
 ABSENT = "absent"

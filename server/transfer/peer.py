@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 import logging
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
 from server.transfer.auth import Guard
@@ -25,8 +27,10 @@ from server.transfer.protocol import (
     Refused,
     Register,
     Registered,
+    Registration,
     VersionMismatch,
     decode,
+    registration_of,
 )
 from server.transfer.quiet import Quiet
 from server.transfer.rooms import Deadlines, Failure, Heartbeat, Resend
@@ -67,7 +71,8 @@ class PeerLink:
     """One prefill node at ``address`` (``host:bootstrap_port``).
 
     Registers, pings every second and, when the peer is lost, lets the host fence its session and starts again, for
-    ever.
+    ever. ``numbers`` counts the registrations of this process upwards; every attempt with a new transport session takes
+    one.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class PeerLink:
         metrics: NodeMetrics,
         guard: Guard | None = None,
         outbox: Outbox | None = None,
+        numbers: Iterator[int] | None = None,
     ) -> None:
         self.address = address
         self.state = PeerState.CONNECTING
@@ -85,6 +91,8 @@ class PeerLink:
         self.refused_field = ""
         self.ours: Manifest | None = None
         self.theirs: Manifest | None = None
+        self._numbers = numbers or itertools.count(1)
+        self._number = 0
         self._host = host
         self._deadlines = deadlines
         self._metrics = metrics
@@ -105,6 +113,13 @@ class PeerLink:
     @property
     def registered(self) -> bool:
         return self.state is PeerState.REGISTERED and self._lost is None
+
+    @property
+    def registration(self) -> Registration | None:
+        """The one that is valid now, for the messages to the peer; None while there is none."""
+        if not self.registered or self.ours is None or self.theirs is None:
+            return None
+        return Registration(self.theirs.incarnation, self.ours.incarnation, self._number)
 
     @property
     def coming_back(self) -> bool:
@@ -132,8 +147,16 @@ class PeerLink:
     def lose(self, failure: Failure) -> None:
         """Ends the registration of a living peer: its rooms fail, its session is fenced, a new registration begins."""
         if self.registered:
-            self._back_by = time.monotonic() + self._deadlines.connect_s
-            self._end(failure)
+            self._begin_another(failure)
+
+    def _begin_another(self, failure: Failure) -> None:
+        """Ends what there is of a registration with a living peer."""
+        self._back_by = time.monotonic() + self._deadlines.connect_s
+        self._end(failure)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._lost is not None
 
     def _end(self, failure: Failure) -> None:
         if self._lost is None:
@@ -143,7 +166,7 @@ class PeerLink:
     async def _run(self) -> None:
         while True:
             try:
-                self.ours = await self._host.open_session(self)
+                self.ours, self._number = await self._host.open_session(self), next(self._numbers)
                 await self._register(self.ours)
                 await self._live_until_lost()
             except Exception as error:
@@ -165,10 +188,13 @@ class PeerLink:
             log.exception("losing prefill %s could not be handled", self.address)
 
     async def _register(self, ours: Manifest) -> None:
-        """Connects and repeats ``Register`` until it is accepted, also after a refusal: the peer may be restarted."""
+        """Connects and repeats ``Register`` until it is accepted, also after a refusal: the peer may be restarted.
+
+        Returns without that if the peer says that this registration is over.
+        """
         self._lost = None
         self._dialer.open()
-        self.send(Register(ours))
+        self.send(Register(self._number, ours))
         resend, opened = self._register_again(), time.monotonic()
         while not self.registered:
             await self._wait_for_change(_REGISTER_FIRST_S)
@@ -176,8 +202,11 @@ class PeerLink:
             if self._must_open_again(now - opened, now - max(opened, self._heard)):
                 self._dialer.open()
                 resend, opened = self._register_again(), now
+            if self._is_over:
+                await asyncio.sleep(_REGISTER_CAP_S)  # a peer that says so again and again costs little
+                return
             if not self.registered and resend.due(now):
-                self.send(Register(ours))
+                self.send(Register(self._number, ours))
         log.info("registered with prefill %s", self.address)
         self._why_lost = self._logged = ""
         self._host.on_registered(self)
@@ -204,7 +233,7 @@ class PeerLink:
         while self._lost is None:
             now = time.monotonic()
             if now >= next_ping and self.ours is not None:
-                self.send(Ping(self.ours.incarnation, self.ours.session))
+                self.send(Ping(self.ours.incarnation, self._number))
                 next_ping = now + self._deadlines.ping_s
             if self._heartbeat.tick(now, TICK_S):
                 silent_s = self._heartbeat.silent_for(now)
@@ -241,6 +270,10 @@ class PeerLink:
                 self._refuse("protocol_version", f"prefill {self.address}: {error}")
             return
         match message:
+            case Registered() | Pong() if message.registration != self._number:
+                self._metrics.dropped("stale")
+            case Refused() if message.registration not in (0, self._number):
+                self._metrics.dropped("stale")
             case Registered():
                 self._on_registered(message)
             case Refused():
@@ -255,11 +288,11 @@ class PeerLink:
                 self._metrics.dropped("direction")
 
     def _on_registered(self, message: Registered) -> None:
-        if self.ours is None:
+        if self.ours is None or self._lost is not None:
             return
-        if self.registered and self.theirs is not None:
-            if message.manifest.incarnation != self.theirs.incarnation or not message.resumed:
-                self.lose(Failure("peer_lost", f"prefill {self.address} has forgotten this registration", 502))
+        if self.theirs is not None:
+            if message.manifest.incarnation != self.theirs.incarnation:
+                self.lose(Failure("peer_lost", f"prefill {self.address} has restarted", 502))
             return
         mismatch: Mismatch | None = compare(self.ours, message.manifest)
         if mismatch is not None:
@@ -271,23 +304,17 @@ class PeerLink:
         self._changed.set()
 
     def _on_pong(self, pong: Pong) -> None:
-        if not self.registered or self.theirs is None or self.ours is None:
-            return
-        if pong.prefill != self.theirs.incarnation:
+        """A ``Pong`` before ``Registered`` is the answer to a ``Register`` that came too late."""
+        if self.theirs is not None and pong.prefill != self.theirs.incarnation:
             self.lose(Failure("peer_lost", f"prefill {self.address} has restarted", 502))
         elif not pong.registered:
-            self.send(Register(self.ours))
-        else:
+            forgotten = Failure("peer_lost", f"prefill {self.address} has forgotten this registration", 502)
+            self._begin_another(forgotten)
+        elif self.registered:
             self._heartbeat.heard(time.monotonic())
 
     def _on_peer_message(self, message: PeerMessage) -> None:
-        is_current = (
-            self.registered
-            and self.theirs is not None
-            and self.ours is not None
-            and (message.prefill, message.decode) == (self.theirs.incarnation, self.ours.incarnation)
-        )
-        if not is_current:
+        if registration_of(message) != self.registration:
             self._metrics.dropped("stale")
         elif not isinstance(message, FromPrefill):
             self._metrics.dropped("direction")
@@ -315,7 +342,7 @@ class PeerLink:
     def _on_connected(self) -> None:
         """If a connection has come back: is this the process that we know?"""
         if self.registered and self.ours is not None:
-            self.send(Ping(self.ours.incarnation, self.ours.session))
+            self.send(Ping(self.ours.incarnation, self._number))
 
     def _explain(self, reason: str) -> None:
         words = f"{self._why_lost}; now: {reason}" if self._why_lost else reason

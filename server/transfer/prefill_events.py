@@ -12,11 +12,6 @@ from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, Send, Tick
 
 
 @dataclass(frozen=True)
-class Paired:
-    """The request of a room that a router named has come over HTTP, and its prompt is the one that D means."""
-
-
-@dataclass(frozen=True)
 class Admitted:
     """The room has a slot and pages, and the engine has the request."""
 
@@ -82,7 +77,7 @@ class Cleaned:
 
 
 PrefillEvent = (
-    Reserve | Abort | Committed | Rejected | GivenUp | Paired | Admitted | QueueMoved | Advanced | Computed | EngineIdle
+    Reserve | Abort | Committed | Rejected | GivenUp | Admitted | QueueMoved | Advanced | Computed | EngineIdle
     | Pushed | BatchEnded | SenderGone | Cleaned | PeerLost | Tick
 )  # fmt: skip
 

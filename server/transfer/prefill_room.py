@@ -1,9 +1,7 @@
 """One room on the prefill node, as a pure state machine.
 
-    (PAIR ->) QUEUED -> PREFILL -> TRANSFER -> COMMIT -> COMMITTED
-       \\________\\________\\__________\\__________\\----> ENDING
-
-PAIR is for a room that a router named: its prompt comes over HTTP.
+    QUEUED -> PREFILL -> TRANSFER -> COMMIT -> COMMITTED
+       \\________\\__________\\__________\\----> ENDING
 
 ``Quiesced`` is said only when the engine and the sender are both idle and every piece ended applied or refused.
 """
@@ -23,7 +21,6 @@ from server.transfer.prefill_events import (
     Cleaned,
     Computed,
     EngineIdle,
-    Paired,
     PrefillAction,
     PrefillEvent,
     Pushed,
@@ -45,7 +42,6 @@ from server.transfer.protocol import (
     Reserve,
     Reserved,
     RoomIds,
-    RoutedRequest,
     Sent,
     Timings,
     Waiting,
@@ -59,7 +55,6 @@ from server.transfer.rooms import Deadlines, Failure, Forget, GivenUp, PeerLost,
 class PrefillPhase(enum.StrEnum):
     """Where a room stands on the prefill node."""
 
-    PAIR = "pair"
     QUEUED = "queued"
     PREFILL = "prefill"
     TRANSFER = "transfer"
@@ -68,7 +63,7 @@ class PrefillPhase(enum.StrEnum):
     ENDING = "ending"
 
 
-_ACTIVE = (PrefillPhase.PAIR, PrefillPhase.QUEUED, PrefillPhase.PREFILL, PrefillPhase.TRANSFER, PrefillPhase.COMMIT)
+_ACTIVE = (PrefillPhase.QUEUED, PrefillPhase.PREFILL, PrefillPhase.TRANSFER, PrefillPhase.COMMIT)
 
 
 @dataclass
@@ -99,7 +94,7 @@ class PrefillRoom:
     def __init__(self, reserve: Reserve, n_tokens: int, deadlines: Deadlines, now: float) -> None:
         self.key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
         self.reserve = reserve
-        self.phase = PrefillPhase.PAIR if isinstance(reserve.request, RoutedRequest) else PrefillPhase.QUEUED
+        self.phase = PrefillPhase.QUEUED
         self.failure: Failure | None = None
         self.phase_s: dict[str, float] = {}
         self.n_tokens = n_tokens
@@ -132,11 +127,6 @@ class PrefillRoom:
                 return self._end(rejection, now, tell=False) if self.active else []
             case GivenUp():
                 return self._end(event.failure, now) if self.active else []
-            case Paired():
-                if self.phase is not PrefillPhase.PAIR:
-                    return []
-                self._enter(PrefillPhase.QUEUED, now)
-                return [self._progress(now)]
             case Admitted():
                 self._work.engine_busy = self._work.holds_memory = True
                 self._enter(PrefillPhase.PREFILL, now)
@@ -266,11 +256,6 @@ class PrefillRoom:
     def _on_tick(self, now: float) -> list[PrefillAction]:
         silent_s = now - self._alive
         match self.phase:
-            case PrefillPhase.PAIR if silent_s > self._deadlines.pair_s:
-                what = f"no request for room {self.key.room} came over HTTP"
-                return self._end(_late(self.phase, what, silent_s, self._deadlines.pair_s), now)
-            case PrefillPhase.PAIR:
-                return [self._progress(now)] if now - self._told >= self._progress_s else []
             case PrefillPhase.QUEUED | PrefillPhase.PREFILL | PrefillPhase.TRANSFER:
                 limit_s: float = getattr(self._deadlines, f"{self.phase}_s")
                 if silent_s > limit_s:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Annotated, TypedDict
+from typing import Annotated, NamedTuple, TypedDict
 
 import msgspec
 import numpy as np
 import xxhash
 from msgspec import Meta
 
-from server.transfer.manifest import PROTOCOL_VERSION, Count, Incarnation, Manifest, Name, ShortText
+from server.transfer.manifest import PROTOCOL_VERSION, Count, Incarnation, Manifest, Name, Positive, ShortText
 
 MAX_FRAME_NBYTES = 8 << 20
 """Cap of a ``Reserve`` (a prompt of a million tokens is 4 MiB)."""
@@ -62,9 +62,8 @@ class Writes(enum.StrEnum):
 
 
 class RemotePhase(enum.StrEnum):
-    """What the prefill node is doing with a room. ``pair``: it waits for the room's request to come over HTTP."""
+    """What the prefill node is doing with a room."""
 
-    PAIR = "pair"
     QUEUED = "queued"
     PREFILL = "prefill"
     TRANSFER = "transfer"
@@ -75,48 +74,71 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class Register(Message, frozen=True, tag="Register"):
-    """D -> P, first on a connection and after a reconnect: ``manifest`` describes D and its session for this P."""
+    """D -> P, first on a connection: ``manifest`` describes D and its transport session for this P.
 
+    ``registration`` is D's number for it, higher than all before.
+    """
+
+    registration: Positive
     manifest: Manifest
 
 
 class Registered(Message, frozen=True, tag="Registered"):
-    """P -> D: accepted.
+    """P -> D: accepted, also if it was accepted before. ``manifest`` describes P."""
 
-    ``manifest`` describes P; ``resumed`` says that this registration existed already and its rooms go on.
-    """
-
+    registration: Positive
     manifest: Manifest
-    resumed: bool
 
 
 class Refused(Message, frozen=True, tag="Refused"):
-    """P -> D: not accepted. ``field`` differs; ``ours`` is P's value and ``theirs`` D's."""
+    """P -> D: not accepted. ``field`` differs; ``ours`` is P's value and ``theirs`` D's.
 
+    ``registration`` is 0 for a frame of another version, in which P does not look for one.
+    """
+
+    registration: Count
     field: ShortText
     ours: Reason
     theirs: Reason
 
 
 class Ping(Message, frozen=True, tag="Ping"):
-    """D -> P every second. ``decode`` and ``session`` say which registration D believes in."""
+    """D -> P every second. ``decode`` and ``registration`` say which registration D believes in."""
 
     decode: Incarnation
-    session: ShortText
+    registration: Positive
 
 
 class Pong(Message, frozen=True, tag="Pong"):
-    """P -> D, the answer to ``Ping``. ``prefill`` is P's incarnation; ``registered`` False asks D to register again."""
+    """P -> D, the answer to ``Ping``, and to a ``Register`` that is over. ``prefill`` is P's incarnation.
+
+    ``registered`` False: P does not have this ``registration`` and never will again. D ends it and begins another.
+    """
 
     prefill: Incarnation
+    registration: Positive
     registered: bool
 
 
+class Registration(NamedTuple):
+    """One registration: the incarnations of P and D, and its ``number`` among those of D."""
+
+    prefill: str
+    decode: str
+    number: int
+
+
 class PeerMessage(Message, frozen=True):
-    """Base of what is said inside a registration: ``prefill`` and ``decode`` are the two incarnations meant."""
+    """Base of what is said inside one registration: the incarnations of both, and D's number for it."""
 
     prefill: Incarnation
     decode: Incarnation
+    registration: Positive
+
+
+def registration_of(message: PeerMessage) -> Registration:
+    """The registration that ``message`` belongs to."""
+    return Registration(message.prefill, message.decode, message.registration)
 
 
 class Probe(PeerMessage, frozen=True, tag="Probe"):
@@ -149,13 +171,20 @@ class RoomIds(TypedDict):
 
     prefill: str
     decode: str
+    registration: int
     room: int
     epoch: int
 
 
+def room_ids(registration: Registration, room: int, epoch: int) -> RoomIds:
+    """The fields of every message about ``room`` in ``registration``."""
+    prefill, decode, number = registration
+    return {"prefill": prefill, "decode": decode, "registration": number, "room": room, "epoch": epoch}
+
+
 def ids_of(message: RoomMessage) -> RoomIds:
     """Whom and which room ``message`` is about."""
-    return {"prefill": message.prefill, "decode": message.decode, "room": message.room, "epoch": message.epoch}
+    return room_ids(registration_of(message), message.room, message.epoch)
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -195,7 +224,11 @@ class RoutedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 class Waiting(RoomMessage, frozen=True, tag="Waiting"):
-    """D -> P, at once and then every second while a room that a router named waits for memory on D: a sign of life."""
+    """D -> P, at once and then every second while a room that a router named has no memory on D: a sign of life."""
+
+
+class RequestArrived(RoomMessage, frozen=True, tag="RequestArrived"):
+    """P -> D, when the router's request for a ``Waiting`` room has come over HTTP: only now D takes memory for it."""
 
 
 class Reserve(RoomMessage, frozen=True, tag="Reserve"):
@@ -295,7 +328,7 @@ class Quiesced(RoomMessage, frozen=True, tag="Quiesced"):
 
 
 FromDecode = Register | Ping | Probe | Waiting | Reserve | Committed | Rejected | Abort
-FromPrefill = Registered | Refused | Pong | ProbeDone | Reserved | Progress | Done | Failed | Quiesced
+FromPrefill = Registered | Refused | Pong | ProbeDone | RequestArrived | Reserved | Progress | Done | Failed | Quiesced
 AnyMessage = FromDecode | FromPrefill
 
 _encoder = msgspec.msgpack.Encoder()

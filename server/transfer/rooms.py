@@ -38,7 +38,7 @@ class Deadlines:
     - ``connect_s``: no connection to a peer; a living peer registers anew (restart, fence), until then D's queue waits
       for it. ``register_s``: a connected peer does not answer ``Register``.
     - ``admission_s``: D's own queue does not move. ``reserve_s``: P does not answer a ``Reserve``.
-    - ``pair_s``: of the two halves of a room that a router named, ``Reserve`` and P's HTTP request, one does not come.
+    - ``pair_s``: of the two halves of a room that a router named, D's and P's HTTP request, one does not come.
     - ``queued_s``, ``prefill_s``, ``transfer_s``: D hears nothing of the room, or P's queue, engine or sender does not
       move.
     - ``commit_s``: P's ``Done`` is not answered, or D's digests do not end.
@@ -127,42 +127,51 @@ class Tombstone:
 
 
 class Tombstones:
-    """The last rooms that ended, by decode process and room.
+    """The last rooms that ended, by decode process and room: ``capacity`` for each process.
 
-    Bounded; tombstones that are not clean are never evicted.
+    For those that had to be forgotten there is the highest of their epochs: none up to it is taken again. What is not
+    clean is never forgotten.
     """
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity
-        self._stones: OrderedDict[tuple[str, int], Tombstone] = OrderedDict()
+        self._stones: dict[str, OrderedDict[int, Tombstone]] = {}
+        self._forgotten: dict[str, int] = {}
         self._dirty: dict[RoomKey, Failure | None] = {}
 
     def __len__(self) -> int:
-        return len(self._stones)
+        return sum(map(len, self._stones.values()))
 
     def bury(self, key: RoomKey, failure: Failure | None, *, clean: bool) -> None:
         if not clean:
             self._dirty[key] = failure
-        place = (key.decode, key.room)
-        known = self._stones.pop(place, None)
+        stones = self._stones.setdefault(key.decode, OrderedDict())
+        known = stones.pop(key.room, None)
         newest = known if known is not None and known.epoch > key.epoch else Tombstone(key.epoch, failure, clean)
-        self._stones[place] = newest
-        while len(self._stones) > self._capacity:
-            self._stones.popitem(last=False)
+        stones[key.room] = newest
+        while len(stones) > self._capacity:
+            _, oldest = stones.popitem(last=False)
+            self._forgotten[key.decode] = max(oldest.epoch, self._forgotten.get(key.decode, 0))
 
     def refuses(self, key: RoomKey) -> Tombstone | None:
         """The tombstone that forbids a new ``Reserve`` of ``key``: this epoch or a later one is over."""
-        stone = self._stones.get((key.decode, key.room))
-        return stone if stone is not None and stone.epoch >= key.epoch else None
+        stones = self._stones.get(key.decode)
+        stone = stones.get(key.room) if stones is not None else None
+        if stone is not None and stone.epoch >= key.epoch:
+            return stone
+        if key.epoch <= self._forgotten.get(key.decode, 0):
+            reason = f"{key} is older than the last {self._capacity} rooms that ended, and may be one before them"
+            return Tombstone(key.epoch, Failure("room_over", reason, 503), clean=True)
+        return None
 
     def clean(self, key: RoomKey) -> bool:
         """False if some write of ``key`` may still land."""
         return key not in self._dirty
 
     def drop_peer(self, decode: str) -> None:
-        """Forgets a decode process, which is gone or has fenced its memory."""
-        for place in [place for place in self._stones if place[0] == decode]:
-            del self._stones[place]
+        """Forgets a decode process whose registration is over: no message of that registration is obeyed any more."""
+        self._stones.pop(decode, None)
+        self._forgotten.pop(decode, None)
         for key in [key for key in self._dirty if key.decode == decode]:
             del self._dirty[key]
 

@@ -113,9 +113,9 @@ async def test_a_node_ends_although_a_transport_session_cannot_be_closed(
         second.submit(first.session, d.arena.ptr, d.arena.ptr, 1)
 
 
-async def test_a_session_is_not_called_like_the_one_before() -> None:
-    """The prefill node would take it for the registration that it has, and its old sender would write to it."""
-    names, made = iter(("a", "a", "b")), []
+async def test_a_session_is_not_called_like_one_before() -> None:
+    """A prefill node that was frozen since an earlier registration would write to it."""
+    names, made = iter(("a", "a", "b", "a", "b", "c", "c", "a", "b", "c")), []
 
     def transport() -> LoopbackEngine:
         made.append(LoopbackEngine())
@@ -123,7 +123,9 @@ async def test_a_session_is_not_called_like_the_one_before() -> None:
         return made[-1]
 
     sessions = TransportSessions(transport, Arena(ArenaLayout.from_geometry(make_geometry())))
-    assert [(await sessions.open("prefill")).session for _ in range(2)] == ["a", "b"]
+    peers = ("first", "first", "second")
+    assert [(await sessions.open(peer)).session for peer in peers] == ["a", "b", "c"]
+    assert (await sessions.open("first")).session == "a", "no other one is to be had: the oldest"
     await sessions.close()
     assert all(engine._closed for engine in made)
 

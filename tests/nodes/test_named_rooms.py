@@ -361,7 +361,7 @@ async def test_an_answer_that_cannot_be_written_fails_that_client_only(
         error = await failure(at_p)
     assert (error.code, error.status) == ("internal_error", 500)
     assert "simulated" in error.message
-    asked = named(20, p)
+    await all_free(p, d)
     at_p, at_d = p.node.submit(asked), d.node.submit(asked)
     assert tokens(await outputs(at_d)) == expected(asked)
     assert tokens(await outputs(at_p)) == expected(asked)[:1]

@@ -232,8 +232,9 @@ async def test_a_registration_cannot_be_taken_over_by_another_connection(pair: P
     thief = context.socket(zmq.DEALER)
     thief.connect(f"tcp://127.0.0.1:{p.node.bootstrap_port}")
     try:
-        for manifest in (link.ours, msgspec.structs.replace(link.ours, session="127.0.0.1:1")):
-            await thief.send(encode(Register(manifest)))
+        for number in (link.registration.number, link.registration.number + 1):
+            manifest = msgspec.structs.replace(link.ours, session=f"127.0.0.1:{number}")
+            await thief.send(encode(Register(number, manifest)))
             refused = decode(await asyncio.wait_for(thief.recv(), 30.0))
             assert isinstance(refused, Refused)
             assert refused.field == "incarnation"
@@ -253,7 +254,7 @@ async def test_names_that_a_peer_made_up_are_no_labels_of_the_metrics(pair: Pair
         manifest = make_manifest("decode", session="127.0.0.1:1")
         for name in ("first", "second"):
             entry = msgspec.structs.replace(manifest.components[0], name=name)
-            await stranger.send(encode(Register(msgspec.structs.replace(manifest, components=(entry,)))))
+            await stranger.send(encode(Register(1, msgspec.structs.replace(manifest, components=(entry,)))))
             refused = decode(await asyncio.wait_for(stranger.recv(), 30.0))
             assert isinstance(refused, Refused)
             assert refused.field == f"components.{name}"

@@ -14,10 +14,10 @@ from server.transfer.decode_room import DecodePhase
 from server.transfer.faults import MESSAGE_TYPES, PHASES, FaultError, FaultSet, parse_fault, skipped_checks
 from server.transfer.outbox import Outbox
 from server.transfer.prefill_room import PrefillPhase
-from server.transfer.protocol import Ping, Pong, ProtocolError, decode
+from server.transfer.protocol import AnyMessage, Ping, Pong, ProtocolError, decode
 from tests.nodes.support import pairs
 
-PING, PONG = Ping("a" * 32, "host:1"), Pong("b" * 32, registered=True)
+PING, PONG = Ping("a" * 32, 1), Pong("b" * 32, 1, registered=True)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,9 @@ def test_a_fault_of_the_other_node_is_refused_with_its_name(spec: str, role: str
 
 
 def test_phases_are_those_of_the_rooms() -> None:
-    assert set(PHASES["prefill"]) == set(PrefillPhase) - {"ending"}
-    assert set(PHASES["decode"]) == (set(DecodePhase) - {"ending", "over"}) | {"waiting", "decode"}
+    """And two around them: ``waiting`` and ``pair`` come before a room is reserved, ``decode`` after it is over."""
+    assert set(PHASES["prefill"]) == (set(PrefillPhase) - {"ending"}) | {"pair"}
+    assert set(PHASES["decode"]) == (set(DecodePhase) - {"ending", "over"}) | {"waiting", "pair", "decode"}
 
 
 def test_a_count_is_used_up() -> None:
@@ -119,11 +120,11 @@ for _ in range({entered}):
     assert done.returncode == (-9 if dies else 0), done.stderr
 
 
-async def sent(spec: str) -> list[str]:
-    """What arrives of Ping, Pong, Ping, by type or ``refused``, in order."""
+async def sent(spec: str, *messages: AnyMessage) -> list[str]:
+    """What arrives of ``messages``, else of Ping, Pong, Ping, by type or ``refused``, in order."""
     arrived: list[bytes] = []
     outbox = Outbox(FaultSet.parse([spec]))
-    for message in (PING, PONG, PING):
+    for message in messages or (PING, PONG, PING):
         outbox.send(message, arrived.append)
     await asyncio.sleep(0)
     found = []
@@ -147,6 +148,11 @@ async def sent(spec: str) -> list[str]:
 )
 async def test_messages_are_lost_doubled_reordered_and_damaged(spec: str, arrived: list[str]) -> None:
     assert await sent(spec) == arrived
+
+
+async def test_a_late_message_goes_behind_the_first_one_of_a_later_registration() -> None:
+    later = (Ping("a" * 32, 2), Ping("a" * 32, 2))
+    assert await sent("late-message:Pong", PONG, PING, *later) == ["Ping", "Ping", "Pong", "Ping"]
 
 
 async def test_a_message_that_no_other_follows_is_sent_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,11 @@ from server.transfer.protocol import (
     Done,
     Failed,
     Ping,
+    Pong,
     ProtocolError,
     Quiesced,
     Register,
+    RequestArrived,
     Reserve,
     RoomRequest,
     RoutedRequest,
@@ -42,7 +44,7 @@ from server.transfer.protocol import (
 )
 from tests.transfer.support import make_manifest
 
-IDS = {"prefill": "a" * 32, "decode": "b" * 32, "room": MAX_ROOM, "epoch": 7}
+IDS = {"prefill": "a" * 32, "decode": "b" * 32, "registration": 3, "room": MAX_ROOM, "epoch": 7}
 SAMPLING = Sampling(4, 0, 0.5, 0.9, 3, -5, ("stop",), (1, 2), False, None)
 
 
@@ -58,9 +60,11 @@ def routed(**changes: object) -> Reserve:
 
 
 MESSAGES: list[AnyMessage] = [
-    Register(make_manifest("decode", session="127.0.0.1:15000")),
-    Ping("b" * 32, "session"),
+    Register(1, make_manifest("decode", session="127.0.0.1:15000")),
+    Ping("b" * 32, 1),
+    Pong("a" * 32, 1, registered=False),
     Waiting(**IDS),
+    RequestArrived(**IDS),
     reserve(),
     routed(),
     Done(**IDS, n=3, sent=(Sent("swa", 0, 3, 96, 2**64 - 1),), pieces=4, timings=Timings(0.0, 1.5, 0.1, 0.2)),
@@ -108,6 +112,9 @@ def test_an_unknown_field_inside_the_manifest_or_the_sampling_is_refused() -> No
         {"room": "7"},
         {"room": 1.5},
         {"epoch": -1},
+        {"registration": 0},
+        {"registration": 2**63},
+        {"registration": "3"},
         {"prefill": "A" * 32},
         {"decode": "b" * 31},
         {"slot": 0},

@@ -27,7 +27,6 @@ from server.transfer.prefill_events import (
     Cleaned,
     Computed,
     EngineIdle,
-    Paired,
     Pushed,
     PushPages,
     PushTail,
@@ -61,12 +60,11 @@ from server.transfer.rooms import (
     Tick,
     Tombstones,
 )
-from tests.transfer.test_protocol import reserve, routed
+from tests.transfer.test_protocol import reserve
 
 DEADLINES = Deadlines()
 DECODE = "b" * 32
 RESERVE = reserve()
-ROUTED = routed()
 IDS = ids_of(RESERVE)
 DONE = Done(**IDS, n=3, sent=(), pieces=1, timings=None)  # type: ignore[arg-type]
 GONE = Failure("aborted", "the client is gone", 499)
@@ -87,8 +85,8 @@ def decode_room() -> DecodeRoom:
 
 
 def prefill_room(phase: PrefillPhase = PrefillPhase.QUEUED) -> PrefillRoom:
-    room = PrefillRoom(ROUTED if phase is PrefillPhase.PAIR else RESERVE, 3, DEADLINES, 0.0)
-    if phase not in (PrefillPhase.PAIR, PrefillPhase.QUEUED):
+    room = PrefillRoom(RESERVE, 3, DEADLINES, 0.0)
+    if phase is not PrefillPhase.QUEUED:
         room.handle(Admitted(), 1.0)
     if phase in (PrefillPhase.TRANSFER, PrefillPhase.COMMIT):
         room.handle(Computed({"swa": 9}, 0.5, 0.1), 2.0)
@@ -194,39 +192,6 @@ class TestDecodeRoom:
         assert sent(actions)[0] == Rejected(**IDS, component="swa", reason="swa: digest")
 
 
-class TestRoutedRooms:
-    """Rooms that a router named wait for their other half before anything else."""
-
-    def test_good_way_on_both_nodes(self) -> None:
-        d, p = DecodeRoom(ROUTED, DEADLINES, 0.0), PrefillRoom(ROUTED, 3, DEADLINES, 0.0)
-        assert kinds(p.handle(ROUTED, 0.0)) == [Reserved]
-        d.handle(Reserved(**IDS), 0.1)
-        assert (d.phase, p.phase) == (DecodePhase.PAIR, PrefillPhase.PAIR)
-        (progress,) = sent(p.handle(Paired(), 1.0))
-        assert progress == Progress(**IDS, phase=RemotePhase.QUEUED, n_computed=0)
-        d.handle(progress, 1.1)  # type: ignore[arg-type]
-        assert (d.phase, p.phase) == (DecodePhase.QUEUED, PrefillPhase.QUEUED)
-        assert p.handle(Paired(), 1.2) == [], "once is enough"
-        assert (p.phase_s["pair"], d.phase_s["pair"]) == pytest.approx((1.0, 1.0))
-
-    def test_each_side_gives_up_by_its_own_deadline(self) -> None:
-        limit_s = DEADLINES.pair_s
-        p = PrefillRoom(ROUTED, 3, DEADLINES, 0.0)
-        assert Failed not in kinds(p.handle(Tick(), limit_s - 0.1))
-        (failed,) = (m for m in sent(p.handle(Tick(), limit_s + 0.1)) if isinstance(m, Failed))
-        assert (failed.code, failed.status, failed.writes) == ("deadline", 504, Writes.SETTLING)
-        assert f"no request for room {ROUTED.room} came over HTTP" in failed.reason
-        d = DecodeRoom(ROUTED, DEADLINES, 0.0)
-        d.handle(Progress(**IDS, phase=RemotePhase.PAIR, n_computed=0), 5.0)
-        assert d.handle(Tick(), 5.0 + limit_s - 0.1) == []
-        assert kinds(d.handle(Tick(), 5.0 + limit_s + 0.1)) == [FailClient, Abort]
-
-    def test_signs_of_life_are_sent_while_the_other_half_is_awaited(self) -> None:
-        p = PrefillRoom(ROUTED, 3, DEADLINES, 0.0)
-        sent_at = [t / 10 for t in range(1, 50) if Progress in kinds(p.handle(Tick(), t / 10))]
-        assert len(sent_at) == 4
-
-
 class TestPrefillRoom:
     def test_good_way(self) -> None:
         room = PrefillRoom(RESERVE, 3, DEADLINES, 0.0)
@@ -278,7 +243,7 @@ class TestPrefillRoom:
         elif phase is PrefillPhase.TRANSFER:
             assert kinds(actions) == [CancelPush]
             actions = room.handle(BatchEnded(1, Failure("transfer_failed", "cancelled", 502), quiesced=True), 10.1)
-        if phase in (PrefillPhase.PAIR, PrefillPhase.QUEUED):
+        if phase is PrefillPhase.QUEUED:
             assert kinds(actions) == [Quiesced, Forget]
         else:
             assert kinds(actions) == [Quiesced, Clean]
@@ -356,9 +321,15 @@ def test_a_tombstone_refuses_its_epoch_and_earlier_ones() -> None:
         stones.bury(RoomKey(room, 4, DECODE), GONE, clean=True)
     assert len(stones) == 2
     assert not stones.clean(RoomKey(6, 3, DECODE)), "a room with unknown writes is never forgotten"
+    for room in (5, 10, 17):
+        forgotten = stones.refuses(RoomKey(room, 4 if room > 5 else 2, DECODE))
+        assert forgotten is not None, "it is over, though its tombstone is gone"
+    assert stones.refuses(RoomKey(21, 5, DECODE)) is None
+    assert stones.refuses(RoomKey(10, 1, "c" * 32)) is None, "one process cannot crowd out the tombstones of another"
     stones.drop_peer(DECODE)
     assert len(stones) == 0
     assert stones.clean(RoomKey(6, 3, DECODE))
+    assert stones.refuses(RoomKey(10, 1, DECODE)) is None
 
 
 def test_a_process_that_was_stopped_does_not_take_its_own_silence_for_the_peer_s() -> None:

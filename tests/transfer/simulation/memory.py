@@ -37,10 +37,13 @@ class Memory:
         self.allocator = allocator(n_slots, seed)
         self.n_slots = n_slots
         self._holders: dict[tuple[str, int], RoomKey] = {}
+        self._sessions: dict[RoomKey, int] = {}
         self._cells: dict[tuple[str, int], set[tuple[RoomKey, int]]] = {}
 
-    def reserve(self, key: RoomKey) -> Placement | None:
+    def reserve(self, key: RoomKey, session: int) -> Placement | None:
+        """For ``key``, in the registration with this transport ``session``."""
         placement = self.allocator.reserve(key, N_TOKENS)
+        self._sessions[key] = session
         for item in _items(placement) if placement is not None else ():
             holder = self._holders.setdefault(item, key)
             assert holder is key, f"{item} belongs to {holder} and was given to {key} too"
@@ -53,10 +56,17 @@ class Memory:
         self.allocator.release(key)
 
     def land(self, write: Write) -> None:
-        """Bytes of a write arrive: only in memory that waits for this room, or is quarantined because of it."""
+        """Bytes of a write arrive: only in memory that its registration reserved for its room.
+
+        That memory waits for the room, or is quarantined because of it.
+        """
         for item in _items(write.target):
             holder = self._holders.get(item)
             assert holder == write.key, f"a write of {write.key} landed in {item}, which belongs to {holder}"
+            reserved_in = self._sessions[holder]
+            assert reserved_in == write.session, (
+                f"{write.key} was reserved in {reserved_in}, written in {write.session}"
+            )
             self._cells.setdefault(item, set()).add((write.key, write.batch_id))
         state = self.allocator.state_of(write.key)
         assert state in (ItemState.RESERVED, ItemState.QUARANTINED), f"a write landed in {state} memory of {write.key}"

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from server.cache.layout import Placement
 from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest, NamedRoom, RequestFailed, TokenLogprob
@@ -37,23 +39,43 @@ from server.transfer.protocol import (
     Abort,
     AnyMessage,
     Committed,
+    Ping,
+    Pong,
     Quiesced,
+    Register,
+    Registered,
+    Registration,
     Rejected,
+    RequestArrived,
     Reserve,
+    RoomMessage,
     RoutedRequest,
     Waiting,
     Writes,
     ids_of,
 )
+from server.transfer.registrations import Registrations, Standing
 from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick, Tombstones
 from tests.nodes.support import FakeTokenizer
 from tests.transfer.simulation.memory import N_TOKENS, Write, allocator
+from tests.transfer.support import make_manifest
 
 if TYPE_CHECKING:
     from tests.transfer.simulation.world import World
 
 LOST = Failure("peer_lost", "simulated", 502)
 N_CHUNKS = 3
+ROUTING_ID = b"D"
+MANIFEST = make_manifest("prefill")
+
+
+@dataclass
+class Peer:
+    """A registration, and the transport session that its state is written to. Heard of last at ``heard``."""
+
+    registration: Registration
+    session: int
+    heard: float
 
 
 @dataclass
@@ -61,6 +83,7 @@ class Prompt:
     """One room. ``batches`` has the fate of every batch: ``flying``, ``applied``, ``refused`` or ``unknown``."""
 
     room: PrefillRoom
+    registration: Registration
     session: int
     request: GenerationRequest
     half: HttpHalf | None = None
@@ -79,8 +102,15 @@ class SimulatedPrefill:
         self.refused: list[RequestFailed] = []
         self._begin()
 
+    @property
+    def incarnation(self) -> str:
+        return f"{1000 + self.life:032x}"
+
     def _begin(self) -> None:
         self.life += 1
+        self._manifest = msgspec.structs.replace(MANIFEST, incarnation=self.incarnation)
+        self._registrations = Registrations(self.incarnation)
+        self._peers: dict[str, Peer] = {}
         self._allocator = allocator(self._n_slots, self._seed + 1)
         self._prompts: dict[RoomKey, Prompt] = {}
         self._queue: deque[Prompt] = deque()
@@ -89,7 +119,8 @@ class SimulatedPrefill:
         self._pairing = Pairing(
             self._feed,  # type: ignore[arg-type]
             self._enqueue,  # type: ignore[arg-type]
-            self._tell,
+            self._invite,
+            self._refuse,
             FakeTokenizer(),
             self._world.deadlines.pair_s,
             clock=lambda: self._world.now,
@@ -114,6 +145,9 @@ class SimulatedPrefill:
         assert self._allocator.counts()["slots"]["free"] == self._n_slots, "a slot leaked on the prefill node"
 
     def tick(self) -> None:
+        for peer in list(self._peers.values()):
+            if self._world.now - peer.heard > self._world.deadlines.peer_s:
+                self._lose(peer)
         for prompt in list(self._prompts.values()):
             self._feed(prompt, Tick())
         self._pairing.tick()
@@ -131,13 +165,38 @@ class SimulatedPrefill:
 
     # --- the peer ---
 
-    def registered(self, session: int) -> None:
-        """D has registered anew: the rooms of its old registration are over, their sender closes in a while."""
+    def _on_register(self, message: Register) -> None:
+        theirs, number = message.manifest, message.registration
+        standing = self._registrations.judge(theirs.incarnation, number, ROUTING_ID)
+        if standing is Standing.OVER:
+            self._world.to_decode(Pong(self.incarnation, number, registered=False))
+            return
+        if standing is Standing.NEW:
+            valid = self._world.decode.registration
+            before = self._peers.get(theirs.incarnation)
+            if before is not None:
+                is_valid = before.registration == valid
+                assert not is_valid, f"registration {valid} was ended by one with number {number}"
+                self._lose(before)
+            registration = self._registrations.begin(theirs.incarnation, number, ROUTING_ID)
+            self._peers[theirs.incarnation] = Peer(registration, int(theirs.session), self._world.now)
+        self._world.to_decode(Registered(number, self._manifest))
+
+    def lose_any(self) -> None:
+        """This side alone counts its peers as lost."""
+        for peer in list(self._peers.values()):
+            self._lose(peer)
+
+    def _lose(self, peer: Peer) -> None:
+        """The rooms of this registration are over, their sender closes in a while."""
+        self._registrations.end(peer.registration)
+        del self._peers[peer.registration.decode]
         for prompt in list(self._prompts.values()):
-            if prompt.session != session:
+            if prompt.registration == peer.registration:
                 self._feed(prompt, PeerLost(LOST))
                 self._later(self._world.rng.uniform(0.0, 5.0), prompt, self._close_sender)
-        self._stones = Tombstones()
+        self._stones.drop_peer(peer.registration.decode)
+        self._pairing.lost(peer.registration)
 
     def _close_sender(self, prompt: Prompt) -> None:
         for batch_id, fate in prompt.batches.items():
@@ -146,14 +205,28 @@ class SimulatedPrefill:
         self._feed(prompt, SenderGone())
 
     def deliver(self, message: AnyMessage) -> None:
+        if isinstance(message, Register):
+            self._on_register(message)
+        elif isinstance(message, Ping):
+            meant = Registration(self.incarnation, message.decode, message.registration)
+            is_known = self._registrations.is_current(meant, ROUTING_ID)
+            if is_known:
+                self._peers[message.decode].heard = self._world.now
+            self._world.to_decode(Pong(self.incarnation, message.registration, is_known))
+        elif isinstance(message, RoomMessage) and self._registrations.covers(message, ROUTING_ID):
+            peer = self._peers[message.decode]
+            peer.heard = self._world.now
+            self._on_room_message(peer, message)
+
+    def _on_room_message(self, peer: Peer, message: RoomMessage) -> None:
         assert isinstance(message, Waiting | Reserve | Abort | Committed | Rejected)
         key = RoomKey(message.room, message.epoch, message.decode)
         if isinstance(message, Waiting):
-            self._pairing.heard(message)
+            self._on_waiting(key, message)
         elif key in self._prompts:
             self._feed(self._prompts[key], message)
         elif isinstance(message, Reserve):
-            self._on_reserve(key, message)
+            self._on_reserve(peer, key, message)
         elif isinstance(message, Abort):
             failure = Failure("aborted", message.reason, 499)
             self._pairing.given_up(key, failure)
@@ -163,15 +236,29 @@ class SimulatedPrefill:
             else:
                 self._world.to_decode(failed_message(message, failure, Writes.UNKNOWN))
 
-    def _on_reserve(self, key: RoomKey, reserve: Reserve) -> None:
+    def _on_waiting(self, key: RoomKey, waiting: Waiting) -> None:
+        if key in self._prompts:
+            return
+        stone = self._stones.refuses(key)
+        if stone is not None:
+            failure = stone.failure or Failure("room_over", "over", 409)
+            self._world.to_decode(failed_message(waiting, failure, Writes.SETTLING))
+        else:
+            self._pairing.heard(waiting)
+
+    def _on_reserve(self, peer: Peer, key: RoomKey, reserve: Reserve) -> None:
         if (stone := self._stones.refuses(key)) is not None:
             failure = stone.failure or Failure("room_over", "over", 409)
             writes = Writes.SETTLING if self._stones.clean(key) else Writes.UNKNOWN
             self._world.to_decode(failed_message(reserve, failure, writes))
             return
-        is_twice = any(other.room == key.room and other.decode == key.decode for other in self._prompts)
+        is_twice = any(
+            other.room.active
+            for known, other in self._prompts.items()
+            if (known.room, known.decode) == (key.room, key.decode)
+        )
         room = PrefillRoom(reserve, N_TOKENS, self._world.deadlines, self._world.now)
-        prompt = Prompt(room, self._world.session, read_request(reserve))
+        prompt = Prompt(room, peer.registration, peer.session, read_request(reserve))
         self._prompts[key] = prompt
         twice = Failure("duplicate_room", "simulated", 409)
         self._feed(prompt, GivenUp(twice) if is_twice else reserve)
@@ -184,7 +271,11 @@ class SimulatedPrefill:
         self._queue.append(prompt)
         self._admit()
 
-    def _tell(self, waiting: Waiting, failure: Failure) -> None:
+    def _invite(self, waiting: Waiting) -> None:
+        self._world.to_decode(RequestArrived(**ids_of(waiting)))
+
+    def _refuse(self, waiting: Waiting, failure: Failure) -> None:
+        self._stones.bury(RoomKey(waiting.room, waiting.epoch, waiting.decode), failure, clean=True)
         self._world.to_decode(failed_message(waiting, failure, Writes.SETTLING))
 
     # --- the engine ---
@@ -260,7 +351,7 @@ class SimulatedPrefill:
                 self._admit()
             case Forget():
                 assert prompt.placement is None, f"{key} was forgotten with its memory"
-                if prompt.session == world.session:
+                if self._registrations.is_current(prompt.registration, ROUTING_ID):
                     self._stones.bury(key, prompt.room.failure, clean=action.clean)
                 del self._prompts[key]
 
