@@ -60,7 +60,9 @@ QUICK = Sizes((1, 2), 16, 24, 128, (64,), 1)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=BUNDLED_MODEL, help="checkpoint directory (the bundled one)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of one operation, in every process (1)")
     parser.add_argument("--rounds", type=int, help=f"measured rounds, at least 5 in earnest ({FULL.rounds})")

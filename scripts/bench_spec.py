@@ -111,7 +111,9 @@ def measure(variants: Sequence[Variant], prompts: Sequence[str], rounds: int, co
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument(
         "--ks", type=int, nargs="+", default=[0, 1, 2, 3], metavar="K", help="draft tokens (0 included)"
     )

@@ -27,11 +27,12 @@ from process_pair import PairFailed, StopRequested, StopSignals
 from quickstart import ROOT
 from rich.console import Console
 from rich.table import Table
+from rogue_peer import RogueFailed
 from soak_nodes import SoakFailed
 
 DOC = ROOT / "docs" / "failures.md"
 BEGIN, END = "<!-- reports: begin -->", "<!-- reports: end -->"
-PLAY_TIMEOUT_S = 120.0
+PLAY_TIMEOUT_S = 240.0
 
 
 async def play(entries: Sequence[Entry], logs: Path, console: Console) -> list[str]:
@@ -53,7 +54,7 @@ async def played(entry: Entry, made: Stage, console: Console) -> bool:
             async with asyncio.timeout(PLAY_TIMEOUT_S):
                 seen = await entry.play(made)
         outcome, colour = "detected", "green"
-    except Silent as silence:
+    except (Silent, RogueFailed) as silence:
         seen, outcome, colour = [str(silence)], "SILENT", "red"
     except TimeoutError:
         seen, outcome, colour = [f"not over after {PLAY_TIMEOUT_S:g} s"], "SILENT", "red"
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["matrix"]:
         return faults_matrix.main(arguments[1:])
     parser = argparse.ArgumentParser(
-        prog="faults.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False, prog="faults.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=("list", "run", "all", "matrix", "history"))
     parser.add_argument("names", nargs="*", metavar="NAME", help="ids of reports, for run")

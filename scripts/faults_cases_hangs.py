@@ -7,6 +7,7 @@ import pickle
 import random
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from server.transfer.protocol import seal
 
 Seen = list[str]
 LONG = 700
-KNOWN_S = 5.0
-"""A dead or frozen peer is known within this time (3.5 s and a look around)."""
-SOON_S = 3.0
-"""What needs no deadline; a fraction of a second on a quiet machine."""
+TRIES = 5
+"""For what has to be caught while it lasts."""
+KNOWN_S = 20.0
+"""A dead or frozen peer is known within this time: it may be silent for 3.5 s."""
 
 
 async def prefill_gives_up(stage: Stage) -> Seen:
@@ -30,13 +31,12 @@ async def prefill_gives_up(stage: Stage) -> Seen:
     stage.arm(prefill=["fail-writes:swa:1", "drop-message:Failed:1"])
     outcome = await stage.ask(question(100, 20))
     expect(outcome.status == 502 and outcome.error.get("component") == "swa", f"not told: {outcome}")
-    expect(outcome.seconds < SOON_S, f"told after {outcome.seconds:.1f} s")
+    expect(outcome.error.get("code") == "transfer_failed", f"known by a deadline, not told: {outcome}")
     return [f"the decode node knows after {outcome.seconds:.2f} s, though the first Failed was lost: HTTP 502, swa"]
 
 
 async def exceptions_in_workers(stage: Stage) -> Seen:
     """Frames with a wrong byte, in both directions, at every step of a room."""
-    before = await _dropped(stage)
     seen = []
     for role, message in (
         ("prefill", "Reserved"),
@@ -45,21 +45,21 @@ async def exceptions_in_workers(stage: Stage) -> Seen:
         ("decode", "Committed"),
         ("decode", "Ping"),
     ):
+        before = await _dropped(stage)
         stage.arm(**{role: [f"corrupt-message:{message}:1"]})
         await stage.right(question(100, 21))
+        await stage.wait(f"the corrupt {message} is dropped and counted", _counted(stage, before + 1))
         stage.arm()
         await stage.right(question(100, 22))
-        seen.append(f"a corrupt {message}: sent again, the answer is right")
-    dropped = await _dropped(stage) - before
-    expect(dropped >= len(seen), f"{dropped:g} of {len(seen)} frames were counted as dropped")
-    return [*seen, f"{dropped:g} frames were counted as dropped"]
+        seen.append(f"a corrupt {message}: dropped, counted and sent again, the answer is right")
+    return seen
 
 
 async def deadline_while_transferring(stage: Stage) -> Seen:
-    """Writes that do not begin for 30 s; the transfer's deadline is 4 s."""
-    stage.arm(prefill=["delay-writes:30:1"])
+    """Writes that do not begin for 120 s; the transfer's deadline is 12 s."""
+    stage.arm(prefill=["delay-writes:120:1"])
     outcome = await stage.ask(question(100, 23))
-    expect(outcome.end is End.REFUSED and outcome.seconds < 20, f"no deadline: {outcome} after {outcome.seconds:.1f} s")
+    expect(outcome.end is End.REFUSED and outcome.seconds < 60, f"no deadline: {outcome} after {outcome.seconds:.1f} s")
     seconds = await stage.free_again()
     return [f"HTTP {outcome.status} {outcome.error['message']!r}; all memory free {seconds:.1f} s later"]
 
@@ -80,15 +80,13 @@ async def same_room_twice(stage: Stage) -> Seen:
     host, port = stage.bootstrap.rsplit(":", 1)
     room: dict[str, Any] = {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": 77}
     asked = question(30, 25, **room)
-    first = asyncio.create_task(stage.ask(asked, abort_s=SOON_S))  # nobody gives P its half: it waits
-
-    async def is_open() -> bool:
-        return any(peer["rooms"] for peer in (await stage.decode.info())["peers"])
-
-    await stage.wait("the first room is open", is_open, SOON_S)
-    second = await stage.ask(asked)
-    await first
-    expect(second.status == 409, f"expected HTTP 409: {second}")
+    two = [asyncio.create_task(stage.ask(asked)) for _ in range(2)]  # nobody gives P its half: one of them waits
+    done, waiting = await asyncio.wait(two, return_when=asyncio.FIRST_COMPLETED)
+    for one in waiting:
+        one.cancel()
+    await asyncio.wait(two)
+    second = done.pop().result()
+    expect(second.status == 409 and bool(waiting), f"expected one HTTP 409: {second}")
     await stage.free_again()
     await stage.right(question(30, 26))
     return [f"HTTP 409 {second.error['code']} in {second.seconds:.2f} s; both nodes go on"]
@@ -101,7 +99,7 @@ async def a_room_a_sample(stage: Stage) -> Seen:
     async def three_more() -> bool:
         return await _committed(stage) == before + 3
 
-    await stage.wait("three rooms are committed for three samples", three_more, SOON_S)
+    await stage.wait("three rooms are committed for three samples", three_more)
     return ["n = 3: three rooms, every sample as by one process"]
 
 
@@ -124,7 +122,7 @@ async def no_prefill(stage: Stage) -> Seen:
     async def is_known() -> bool:
         return not (await stage.decode.get("/ready")).is_success
 
-    known_s = await stage.wait("the loss is known", is_known, KNOWN_S * 2)
+    known_s = await stage.wait("the loss is known", is_known, KNOWN_S)
     outcome = await stage.ask(question(20, 29))
     expect(outcome.status == 503 and outcome.error.get("code") == "no_prefill", f"expected no_prefill: {outcome}")
     await stage.restart_prefill()
@@ -143,7 +141,7 @@ async def ready_is_a_transfer(stage: Stage) -> Seen:
         async def is_known() -> bool:
             return not (await stage.decode.get("/ready")).is_success
 
-        seconds = await stage.wait("/ready says no", is_known, KNOWN_S * 2)
+        seconds = await stage.wait("/ready says no", is_known, KNOWN_S)
         expect((await stage.decode.get("/health")).is_success, "/health of the decode node says no")
         said = (await stage.decode.get("/ready")).json()["error"]["message"]
     finally:
@@ -169,14 +167,17 @@ async def cancels(stage: Stage) -> Seen:
 
 async def drain(stage: Stage) -> Seen:
     """SIGTERM for P while a transfer is held back."""
-    stage.arm(prefill=["delay-writes:1.5:1"])
     asked = question(LONG, 32)
-    asking = asyncio.create_task(stage.ask(asked))
+    for _ in range(TRIES):
+        stage.arm(prefill=["delay-writes:5:1"])
+        asking = asyncio.create_task(stage.ask(asked))
 
-    async def has_room() -> bool:
-        return (await stage.prefill.metrics())["pd_slots{reserved}"] == 1
+        async def is_there(asking: asyncio.Task[Outcome] = asking) -> bool:
+            return asking.done() or (await stage.prefill.metrics())["pd_slots{reserved}"] == 1
 
-    await stage.wait("P works on the room", has_room, 10.0)
+        await stage.wait("P works on the room", is_there, 60.0)
+        if not asking.done():
+            break
     code = await stage.prefill.terminate(60.0)
     await stage.compare(asked, await asking)
     expect(code == 0, f"P ended with {code}")
@@ -192,7 +193,7 @@ async def unreachable_peer(stage: Stage) -> Seen:
     async with deaf_port() as deaf, rogue_peer(stage.bootstrap, deaf) as rogue:
         ids = rogue.reserve(list(range(10, 60)))
         await asyncio.gather(*(stage.right(question(40 + i, 33)) for i in range(4)))
-        failed = await rogue.refusal(ids, 30.0)
+        failed = await rogue.refusal(ids, 60.0)
     expect(failed.code == "transfer_failed", f"the room of the silent node failed with {failed.code}")
     return [f"four requests beside them are right; the silent node's room: {failed.reason}"]
 
@@ -225,11 +226,7 @@ async def pickle_on_the_port(stage: Stage) -> Seen:
         dealer.connect(f"tcp://{stage.bootstrap}")
         for frames in ([payload], [b"PD\x01" + payload], [seal(payload)], [payload, payload]):
             dealer.send_multipart(frames)
-
-        async def counted() -> bool:
-            return await _dropped(stage) >= before + 4
-
-        await stage.wait("four frames are dropped and counted", counted, SOON_S)
+        await stage.wait("four frames are dropped and counted", _counted(stage, before + 4))
         dealer.send(b"\0" * (9 << 20))  # over the cap: the connection ends, nothing else
         expect(not trap.exists(), "the pickle was run")
     await stage.right(question(30, 35))
@@ -245,6 +242,15 @@ async def _dropped(stage: Stage) -> float:
         for name, value in metrics.items()
         if name.startswith("pd_control_frames_dropped_total{")
     )
+
+
+def _counted(stage: Stage, least: float) -> Callable[[], Awaitable[bool]]:
+    """Whether that many frames were dropped by now. A frame is sent when its time has come, and counted after that."""
+
+    async def is_so() -> bool:
+        return await _dropped(stage) >= least
+
+    return is_so
 
 
 async def _committed(stage: Stage) -> float:

@@ -224,7 +224,9 @@ def write(tables: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--components", nargs="+", choices=COMPONENTS, default=COMPONENTS, help="what to damage")
     parser.add_argument("--damages", nargs="+", choices=DAMAGES, default=DAMAGES, help="how")
     parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES, help="where")

@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +21,13 @@ from process_pair import free_ports
 from quickstart import HOST
 from rogue_peer import deaf_port
 from soak_client import End, Outcome, ask
-from soak_nodes import STOP_S, Node, SoakFailed, running, until
+from soak_nodes import POLL_S, STOP_S, Node, SoakFailed, running, until
 from soak_plan import Question, Room
 
 READY_S = 120.0
-FREE_S = 20.0
-TIMEOUT_S = 60.0
-PREFILL_OPTIONS = ("--slots", "2", "--pages", "16", "--deadline", "transfer=4")
+FREE_S = 40.0
+TIMEOUT_S = 120.0
+PREFILL_OPTIONS = ("--slots", "2", "--pages", "16", "--deadline", "transfer=12")
 DECODE_OPTIONS = ("--slots", "8", "--deadline", "queued=4")
 GREEDY = {"temperature": 0, "ignore_eos": True, "logprobs": 1}
 
@@ -128,6 +128,14 @@ class Stage:
         left, seconds = await until(missing, timeout_s)
         expect(not left, f"not within {timeout_s:g} s: {what}")
         return seconds
+
+    async def seen(self, is_so: Callable[[Stage], Awaitable[bool]], asked: asyncio.Task[Outcome]) -> bool:
+        """Whether ``is_so`` was true once before ``asked`` had ended and both nodes held nothing any more."""
+        while not (await is_so(self)):
+            if asked.done() and not await self.held():
+                return False
+            await asyncio.sleep(POLL_S)
+        return True
 
     async def restart_prefill(self) -> float:
         """Starts the dead prefill node on its ports; seconds from its first sign of life until a request is right."""

@@ -2,9 +2,12 @@
 
     scripts/fuzz.py zmq --frames 20000 --seed 1      random and damaged frames at both ends of the control connection
     scripts/fuzz.py http --requests 2000 --seed 1    schemathesis against the decode node's own /openapi.json
+    scripts/fuzz.py clients --seconds 10 --seed 1    big bodies, lists and heads, slow and silent clients, at each node
+    scripts/fuzz.py late --rounds 10 --seed 1        control messages of an earlier registration, delivered late
 
 The exit code is 1 if a process ended or hung, an answer was wrong or missing, memory grew beyond the limit, or the
-nodes' counters do not add up to what was sent.
+nodes' counters do not add up to what was sent. ``clients`` reports p50 and p99 of small requests, quiet and beside each
+attack; there a small request must be answered within 10 s, no peer be lost, and memory return to within 10 %.
 """
 
 from __future__ import annotations
@@ -22,8 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from fuzz_clients import attack_pair
 from fuzz_http import run_schemathesis, send_broken
+from fuzz_late import fuzz_late
 from fuzz_zmq import ToDecode, ToPrefill, Witness, attack, n_descriptors, resident_mib, watched
+from hostile_clients import Attack
 from process_pair import Pair, Process, StopSignals, free_ports
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
@@ -186,17 +192,41 @@ def fuzz_http(n_requests: int, seed: int, _console: Console) -> dict[str, Any]:
         return report | {"mistakes": mistakes}
 
 
+def fuzz_clients(seconds: float, seed: int, attacks: Sequence[Attack]) -> dict[str, Any]:
+    with running_pair() as (pair, p, d, _):
+        started = time.monotonic()
+        seen, mistakes = attack_pair(p, d, attacks, seed, seconds)
+        pair.check()
+        if not wait(lambda: p.is_idle() and d.is_idle(), SETTLE_S, pair):
+            mistakes.append("slots or pages are still held")
+    return {"seed": seed, "took_s": round(time.monotonic() - started, 1), **seen, "mistakes": mistakes}
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the report there, as JSON")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, what, most in (("zmq", "frames", 20_000), ("http", "requests", 2_000)):
-        command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        command.add_argument(f"--{what}", dest="number", type=int, default=most, metavar="N", help="how many")
+    counted = (("zmq", "frames", 20_000), ("http", "requests", 2_000), ("late", "rounds", 10), ("clients", "", 0))
+    for name, what, most in counted:
+        command = commands.add_parser(name, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        if what:
+            command.add_argument(f"--{what}", dest="number", type=int, default=most, metavar="N", help="how many")
         command.add_argument("--seed", type=int, default=1, help="the same seed sends the same")
+    command.add_argument("--seconds", type=float, default=10.0, metavar="S", help="for each attack at each node")
+    command.add_argument("--attacks", nargs="+", type=Attack, choices=list(Attack), default=list(Attack), help="which")
     args = parser.parse_args(argv)
     console = Console()
-    report = (fuzz_zmq if args.command == "zmq" else fuzz_http)(args.number, args.seed, console)
+    match args.command:
+        case "zmq":
+            report = fuzz_zmq(args.number, args.seed, console)
+        case "http":
+            report = fuzz_http(args.number, args.seed, console)
+        case "late":
+            report = fuzz_late(args.number, args.seed)
+        case _:
+            report = fuzz_clients(args.seconds, args.seed, args.attacks)
     console.print_json(json.dumps(report))
     if args.output:
         args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -44,6 +44,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         description="Few-shot gsm8k against any OpenAI-compatible endpoint.",
         epilog="Exit codes: 0 every gate holds, 1 a gate does not or a question failed, 2 the run could not be done.",
         formatter_class=_Help,

@@ -172,7 +172,9 @@ def table(healthy: Figures, rows: Sequence[Row], n_questions: int) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the table; exit code 1 if a damage was not refused by its component's name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--questions", type=int, default=40, metavar="N", help="questions of each measurement")
     parser.add_argument("--spec-tokens", type=int, default=3, metavar="K", help="draft tokens of one step")
     parser.add_argument("--components", nargs="+", choices=COMPONENTS, default=COMPONENTS, help="what to damage")

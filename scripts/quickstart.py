@@ -1,12 +1,13 @@
 """The part of scripts/quickstart after the set-up: a prefill and a decode process, one question, one line of proof.
 
 Exit codes: 0 ended by Ctrl-C, SIGTERM or --once; 1 a process died, was not ready in time or gave no answer;
-2 a port is taken.
+2 a port is taken, or an option is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -57,7 +58,10 @@ class Proof:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="scripts/quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        prog="scripts/quickstart",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--prefill-port", type=int, default=30000, help="HTTP port of the prefill process (30000)")
     parser.add_argument("--decode-port", type=int, default=30001, help="HTTP port of the decode process (30001)")
@@ -66,7 +70,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--spec-tokens", type=int, help="draft tokens a step (3 if the checkpoint has a draft, else 0)")
     parser.add_argument("--ready-timeout", type=float, default=120.0, help="seconds both may take to start (120)")
     parser.add_argument("--once", action="store_true", help="end after the answer")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    ports = {"--prefill-port": args.prefill_port, "--decode-port": args.decode_port}
+    ports["--bootstrap-port"] = args.bootstrap_port
+    for (one, port), (other, same) in itertools.combinations(ports.items(), 2):
+        if port == same:
+            parser.error(f"{one} and {other} are both {port}: give them different ports")
+    return args
 
 
 def processes(args: argparse.Namespace) -> tuple[Process, Process]:
@@ -121,25 +131,26 @@ def ask(client: httpx.Client, decode_url: str, prompt: str) -> Proof:
     started = time.perf_counter()
     ttft_s = None
     usage: dict[str, Any] = {}
+    pd: dict[str, str] = {}
     with client.stream("POST", f"{decode_url}/v1/completions", json=body, timeout=ANSWER_TIMEOUT_S) as response:
         if not response.is_success:
             raise PairFailed(f"the question was refused: HTTP {response.status_code} {response.read().decode()[:500]}")
         for event in events(response):
-            usage = event.get("usage") or usage
+            usage, pd = event.get("usage") or usage, event.get("pd") or pd
             for choice in event["choices"]:
                 if choice["text"]:
                     ttft_s = ttft_s or time.perf_counter() - started
                     print(choice["text"], end="", flush=True)
     print()
     after = transfer_bytes(client, decode_url)
-    prefill = response.headers.get("x-pd-prefill")
+    prefill = pd.get("prefill", response.headers.get("x-pd-prefill"))
     nbytes = {name: n - before.get(name, 0) for name, n in after.items()}
     if prefill in (None, "local") or not any(nbytes.values()):
-        raise PairFailed(f"no proof: x-pd-prefill is {prefill}, bytes moved by component: {nbytes}")
+        raise PairFailed(f"no proof: the prefill node is {prefill}, bytes moved by component: {nbytes}")
     drafts = usage.get("completion_tokens_details")
     return Proof(
         prefill=prefill,
-        room=response.headers.get("x-pd-room", "(not named)"),
+        room=pd.get("room", response.headers.get("x-pd-room", "(not named)")),
         nbytes=nbytes,
         ttft_s=ttft_s if ttft_s is not None else time.perf_counter() - started,
         prompt_tokens=usage.get("prompt_tokens", 0),

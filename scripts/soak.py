@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import sys
 import tempfile
 import time
@@ -22,13 +21,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fuzz_clients import GROWTH
 from process_pair import PairFailed, StopRequested, StopSignals
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from soak_chaos import disturb
 from soak_client import Outcome, ask, judge
 from soak_nodes import Field, Node, Resources, SoakFailed, running, until
-from soak_plan import ROOMS_PER_EPISODE, Episode, Event, Plan, Question, Room, make_plan
+from soak_plan import HOSTILE, ROOMS_PER_EPISODE, Episode, Event, Kind, Plan, Question, Room, make_plan
 
 START_S = 120.0
 """For a node to start and to be ready, on a busy machine."""
@@ -37,8 +37,8 @@ SETTLE_S = 40.0
 room of a dead peer.
 """
 ORACLE_TIMEOUT_S = 300.0
-EXECUTOR_THREADS = min(32, (os.cpu_count() or 1) + 4)
-"""asyncio's pool for blocking calls grows to this many threads as it is used, and keeps them."""
+EXECUTOR_THREADS = 12
+"""So many threads a node's pools for blocking calls (verify, fence, tokenize ...) may have made, and keep."""
 WARM_UP = Question("/v1/completions", {"prompt": list(range(10, 80)), "max_tokens": 3, "n": 4, "temperature": 0})
 """Asked of every new life before its resources are counted."""
 
@@ -112,6 +112,7 @@ class Soak:
 
     async def _play(self, episode: Episode) -> None:
         event = episode.event
+        before = {node.name: node.resources().rss_mib for node in self._nodes.nodes}
         clients = [asyncio.create_task(self._client(room)) for room in episode.rooms]
         for room in episode.rooms:
             self._right_answer(room.question)  # so that one process computes while the pair does
@@ -120,6 +121,8 @@ class Soak:
             self._find(episode, None, wrong)
         outcomes = await asyncio.gather(*clients)
         await self._heal(episode)
+        if event.kind in HOSTILE:
+            await self._forget(episode, before)
         for room, outcome in zip(episode.rooms, outcomes, strict=True):
             question = self._plan.questions[room.question]
             self._report.count(event, outcome)
@@ -198,6 +201,21 @@ class Soak:
     async def _held(self) -> list[str]:
         return [what for node in self._nodes.nodes for what in await node.held()]
 
+    async def _forget(self, episode: Episode, before: dict[str, int]) -> None:
+        """Waits until what hostile clients have sent is gone from every node's memory."""
+
+        async def kept() -> list[str]:
+            now = {node.name: node.resources().rss_mib for node in self._nodes.nodes}
+            return [
+                f"leak: {name} has {now[name]} MiB, {mib} before"
+                for name, mib in before.items()
+                if now[name] > GROWTH * mib
+            ]
+
+        left, seconds = await until(kept, SETTLE_S)
+        for what in left:
+            self._find(episode, None, f"{what}, {seconds:.0f} s after the last client")
+
     async def _grown(self) -> list[str]:
         return [
             what
@@ -250,7 +268,11 @@ async def soak(
     report, started = Report(plan), time.monotonic()
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     try:
-        async with running(plan.seed, plan.prefill_nodes, logs, prefill_options, decode_options) as (nodes, oracle):
+        relayed = any(episode.event.kind is Kind.LATE_MESSAGES for episode in plan.episodes)
+        async with running(plan.seed, plan.prefill_nodes, logs, prefill_options, decode_options, relayed=relayed) as (
+            nodes,
+            oracle,
+        ):
             left, _ = await until(lambda: _no_health(oracle), START_S)
             if left:
                 raise SoakFailed(f"the process that computes alone does not start: {left}; see {oracle.logs[-1]}")
@@ -271,7 +293,9 @@ async def _no_health(node: Node) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rooms", type=int, default=100, metavar="N", help="clients in all (100)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="what happens is drawn from it (0)")
     parser.add_argument(

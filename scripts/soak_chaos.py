@@ -9,12 +9,14 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import hostile_clients
 import numpy as np
 import zmq
+from control_relay import ControlRelay, To
 from quickstart import HOST
 from rogue_peer import RogueFailed, deaf_port, rogue_peer
-from soak_nodes import Field
-from soak_plan import Event, Kind
+from soak_nodes import Field, until
+from soak_plan import EPISODE_S, HOSTILE, Event, Kind
 
 from server.cache.layout import PROBE_NBYTES
 from server.transfer.engines.mooncake import describe_segment
@@ -59,6 +61,13 @@ async def disturb(event: Event, field: Field) -> str | None:
             node.arm(*_message_faults(PREFILL if node in field.prefills else DECODE, rng))
         case Kind.FLOOD:
             return await _flood(field)
+        case kind if kind in HOSTILE:
+            seconds = rng.uniform(1.0, EPISODE_S)
+            treated = await asyncio.to_thread(hostile_clients.run, HOSTILE[kind], node.url, event.seed, seconds)
+            wrong = [how for how in treated if how.startswith("HTTP 5") and how != "HTTP 503"]
+            return f"a hostile client of {node.name} got {wrong[0]}" if wrong else None
+        case Kind.LATE_MESSAGES:
+            await _late_messages(field.relay(node.name), rng)
         case Kind.BAD_ADDRESS | Kind.VANISHING_PEER | Kind.SILENT_PEER:
             return await _rogue(event.kind, field.bootstrap(node.name), rng)
     return None
@@ -95,6 +104,28 @@ async def _rogue(kind: Kind, bootstrap: str, rng: random.Random) -> str | None:
             )
     except RogueFailed as error:
         return f"{kind} at {bootstrap}: {error}"
+
+
+_MAY_BE_LATE = ("Abort", "Committed", "Rejected", "Reserved", "Done", "Failed", "Quiesced")
+_HELD_S, _ANEW_S = 3.0, 30.0
+
+
+async def _late_messages(relay: ControlRelay, rng: random.Random) -> None:
+    """Holds messages back until the nodes have registered anew, and sends them then, with an old ``Register``."""
+    relay.hold = frozenset({"Reserve", *rng.sample(_MAY_BE_LATE, 2)})
+    n_before = relay.n_registrations
+    await until(lambda: _missing(bool(relay.held)), _HELD_S)
+    relay.lose = frozenset({"Pong", "Progress", "ProbeDone", "Abort"})
+    await until(lambda: _missing(relay.n_registrations > n_before), _ANEW_S)
+    relay.lose = frozenset()
+    await asyncio.sleep(rng.uniform(0, 1.5))
+    relay.release()
+    if rng.random() < 0.5:
+        relay.send(To.PREFILL, rng.choice(relay.registers[:-1] or relay.registers))
+
+
+async def _missing(is_so: bool) -> str:
+    return "" if is_so else "missing"
 
 
 async def _flood(field: Field) -> str | None:

@@ -7,12 +7,13 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+from control_relay import ControlRelay, control_relay
 from process_pair import Process, free_ports
 from prometheus_client.parser import text_string_to_metric_families
 from quickstart import BIN, HOST
@@ -163,6 +164,8 @@ class Field:
     decode: Node
     prefills: tuple[Node, ...]
     bootstraps: tuple[str, ...]
+    relays: tuple[ControlRelay, ...] = ()
+    """Between the decode node and each of them, where messages are to come late."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -174,14 +177,24 @@ class Field:
     def bootstrap(self, name: str) -> str:
         return self.bootstraps[[node.name for node in self.prefills].index(name)]
 
+    def relay(self, name: str) -> ControlRelay:
+        return self.relays[[node.name for node in self.prefills].index(name)]
+
 
 @asynccontextmanager
 async def running(
-    seed: int, prefill_nodes: int, logs: Path, prefill_options: tuple[str, ...], decode_options: tuple[str, ...]
+    seed: int,
+    prefill_nodes: int,
+    logs: Path,
+    prefill_options: tuple[str, ...],
+    decode_options: tuple[str, ...],
+    *,
+    relayed: bool = False,
 ) -> AsyncIterator[tuple[Field, Node]]:
     """A decode node with its prefill nodes, and the process that computes alone: all started, and none awaited.
 
-    ``seed`` shuffles the pages and slots that they hand out. All of them are ended on every way out.
+    ``seed`` shuffles the pages and slots that they hand out. ``relayed``: with relays between them. All of them are
+    ended on every way out.
     """
     decode_port, oracle_port, *ports = free_ports(2 + 2 * prefill_nodes)
     http, control = ports[:prefill_nodes], ports[prefill_nodes:]
@@ -197,17 +210,20 @@ async def running(
         for i in range(prefill_nodes)
     )
     addresses = tuple(f"{HOST}:{port}" for port in control)
-    peers = [word for address in addresses for word in ("--prefill", address)]
-    command = ["launch_decode", *peers, "--spec-tokens", "3", *common, str(seed + prefill_nodes), *decode_options]
-    nodes = Field(Node("decode", command, decode_port, logs), prefills, addresses)
-    oracle = Node("oracle", ["launch_decode", "--local-prefill"], oracle_port, logs)
-    everything = [*nodes.nodes, oracle]
-    try:
-        for node in everything:
-            node.start()
-        yield nodes, oracle
-    finally:
-        await asyncio.gather(*(asyncio.to_thread(node.stop, STOP_S) for node in everything))
+    async with AsyncExitStack() as stack:
+        relays = [await stack.enter_async_context(control_relay(address)) for address in addresses if relayed]
+        known = [relay.address for relay in relays] or addresses
+        peers = [word for address in known for word in ("--prefill", address)]
+        command = ["launch_decode", *peers, "--spec-tokens", "3", *common, str(seed + prefill_nodes), *decode_options]
+        nodes = Field(Node("decode", command, decode_port, logs), prefills, addresses, tuple(relays))
+        oracle = Node("oracle", ["launch_decode", "--local-prefill"], oracle_port, logs)
+        everything = [*nodes.nodes, oracle]
+        try:
+            for node in everything:
+                node.start()
+            yield nodes, oracle
+        finally:
+            await asyncio.gather(*(asyncio.to_thread(node.stop, STOP_S) for node in everything))
 
 
 async def until(look: Callable[[], Any], timeout_s: float) -> tuple[Any, float]:

@@ -1,8 +1,8 @@
 """What a soak run will do, drawn from its seed alone: the same seed and sizes give the same plan on any machine.
 
 Rooms come in episodes: some clients and one disturbance beside them. A deck of disturbances is shuffled and played to
-its end before the next one (an era), so that a run of a hundred rooms has each of them. In an era one role survives: it
-is frozen and shot at, but never ended, so that a leak of every disturbance would add up in it.
+its end before the next one (an era), so that a run of two hundred rooms has each of them. In an era one role survives:
+it is frozen and shot at, but never ended, so that a leak of every disturbance would add up in it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from hostile_clients import Attack
 
 VOCABULARY = range(3, 500)
 """Token ids that prompts are made of: no special ones."""
@@ -52,8 +54,23 @@ class Kind(enum.StrEnum):
     """Control messages of a node are lost, sent twice, or sent out of order."""
     SILENT_PEER = "silent_peer"
     """A decode node registers whose Mooncake port takes connections and answers nothing."""
+    BIG_BODIES = "big_bodies"
+    LONG_LISTS = "long_lists"
+    ENDLESS_HEADS = "endless_heads"
+    SLOW_CLIENTS = "slow_clients"
+    SILENT_CLIENTS = "silent_clients"
+    """The five kinds of hostile clients, all at one node's HTTP port."""
+    LATE_MESSAGES = "late_messages"
+    """Control messages are held back until their registration is over, and come in the next one."""
 
 
+HOSTILE = {
+    Kind.BIG_BODIES: Attack.BODIES,
+    Kind.LONG_LISTS: Attack.LISTS,
+    Kind.ENDLESS_HEADS: Attack.HEADERS,
+    Kind.SLOW_CLIENTS: Attack.SLOW,
+    Kind.SILENT_CLIENTS: Attack.SILENT,
+}
 HARMLESS = frozenset(
     {
         Kind.QUIET,
@@ -65,10 +82,18 @@ HARMLESS = frozenset(
         Kind.VANISHING_PEER,
         Kind.SILENT_PEER,
         Kind.LOST_MESSAGES,
+        *HOSTILE,
     }
 )
 """Beside these every right request must be answered."""
-_OF_PREFILL = (Kind.ZMQ_GARBAGE, Kind.BAD_ADDRESS, Kind.VANISHING_PEER, Kind.SILENT_PEER, Kind.FAILED_WRITES)
+_OF_PREFILL = (
+    Kind.ZMQ_GARBAGE,
+    Kind.BAD_ADDRESS,
+    Kind.VANISHING_PEER,
+    Kind.SILENT_PEER,
+    Kind.FAILED_WRITES,
+    Kind.LATE_MESSAGES,
+)
 """Only a prefill node has the port, or the writes, for them."""
 DECK = (*Kind, Kind.KILL, Kind.KILL, Kind.TERMINATE, Kind.FREEZE_LONG)
 

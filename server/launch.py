@@ -6,16 +6,22 @@ How a node then runs is in :mod:`server.serving`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
+import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import uvloop
 from prometheus_client import CollectorRegistry
+from transformers.utils import logging as transformers_log
 
 from server.cache.allocator import Allocator
 from server.cache.arena import TORCH_DTYPES, Arena
@@ -29,7 +35,9 @@ from server.engine.tokenizer import Tokenizer
 from server.model.config import CheckpointError
 from server.model.loader import load_model, model_fingerprint
 from server.model.state import state_components
+from server.node.logs import open_standard_streams, process_log
 from server.node.parts import NodeParts
+from server.node.ports import PortError
 from server.options import NodeOptions, Security
 from server.transfer.addresses import is_ipv6, split_address
 from server.transfer.auth import AuthError, Guard, read_secret
@@ -37,7 +45,7 @@ from server.transfer.deadlines import DeadlineError, parse_deadlines
 from server.transfer.engines.base import TransferEngine, TransferError, TransportMisconfigured
 from server.transfer.engines.mooncake import MooncakeEngine
 from server.transfer.faults import FaultError, FaultSet
-from server.transfer.manifest import ModelIdentity
+from server.transfer.manifest import ModelIdentity, TransportIdentity
 from server.transfer.metrics import NodeMetrics
 from server.transfer.rooms import Deadlines
 
@@ -47,15 +55,20 @@ STARTUP_ERRORS = (
     AuthError,
     CheckpointError,
     LayoutError,
+    PortError,
     TransferError,
     FaultError,
     DeadlineError,
     RequestFailed,
     OSError,
 )
-"""What a wrong option, checkpoint or port raises: told in one sentence, without a traceback."""
+"""What a wrong option, checkpoint or port raises, in words that need no addition."""
+
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""They ask a node to end. The last one comes when its terminal is closed."""
 
 MIN_API_KEY_CHARS = 8
+MAX_SENTENCE_CHARS = 1000
 _WILDCARDS = ("0.0.0.0", "::", "")
 
 
@@ -120,12 +133,15 @@ class Groundwork:
 
     def _model_facts(self) -> dict[str, Any]:
         """What ``/server_info`` and ``/model_info`` say of the model, in the field names that routers ask for."""
+        n_default = min(self.tokenizer.sampling_defaults.max_tokens, self.max_context - 1)
         return {
             "model_path": str(self.options.model.resolve()),
             "tokenizer_path": str(self.options.model.resolve()),
             "model_type": "deepseek_v4",
             "architectures": ["DeepseekV4ForCausalLM"],
             "draft": self.runner.drafts,
+            "default_max_tokens": n_default,
+            "default_max_tokens_pages": self.parts.allocator.pages_for(n_default),
         }
 
 
@@ -141,6 +157,7 @@ def lay_groundwork(
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CheckpointError("--device cuda: torch sees no CUDA device")
     dtype = TORCH_DTYPES[options.dtype]
+    tokenizer = _load_tokenizer(options.model, options.limits.default_max_tokens)
     model = load_model(
         options.model, dtype=dtype, device=options.device, deterministic=options.deterministic, draft=draft
     )
@@ -152,10 +169,10 @@ def lay_groundwork(
         spec_tokens=spec_tokens,
         components=state_components(model.config, options.dtype, spec_tokens, draft=draft),
     )
-    arena = Arena(ArenaLayout.from_geometry(geometry), options.device, poison=options.poison)
+    arena = _make_arena(geometry, options)
     allocator = Allocator(geometry, permute_seed=options.permute_ids)
-    tokenizer = Tokenizer.load(options.model)
-    max_context = min(model.config.max_position_embeddings, allocator.capacity_tokens)
+    # a request also needs room for the tokens drafted behind its last one
+    max_context = min(model.config.max_position_embeddings, allocator.capacity_tokens - spec_tokens)
     log.info(
         "%s: %d state components in an arena of %.1f MiB, context %d tokens",
         options.served_model_name,
@@ -179,20 +196,71 @@ def lay_groundwork(
     return Groundwork(options, keys or Keys(), runner, tokenizer, inbox, parts, deadlines, max_context, spec_tokens)
 
 
+def _load_tokenizer(model: Path, default_max_tokens: int) -> Tokenizer:
+    try:
+        return Tokenizer.load(model, default_max_tokens=default_max_tokens)
+    except (OSError, CheckpointError):
+        raise
+    except Exception as error:  # the library raises many kinds; each means the same to the reader
+        raise CheckpointError(f"{model}: the tokenizer cannot be loaded: {error!r}") from error
+
+
+def _make_arena(geometry: CacheGeometry, options: NodeOptions) -> Arena:
+    layout = ArenaLayout.from_geometry(geometry)
+    try:
+        return Arena(layout, options.device, poison=options.poison)
+    except (MemoryError, RuntimeError) as error:
+        raise LayoutError(
+            f"{options.pages} pages and {options.slots} slots need {layout.nbytes / 2**30:.1f} GiB: give fewer "
+            f"--pages or --slots ({error})"
+        ) from error
+
+
 def _transport_factory(options: NodeOptions) -> Callable[[], TransferEngine]:
     """Builds Mooncake endpoints that peers reach at this node's transfer host."""
     kind = "tcp" if options.transport == "tcp" else "auto"
     return lambda: MooncakeEngine(options.transfer_host, transport=kind)  # type: ignore[arg-type]
 
 
+def check_model(model: Path) -> None:
+    """Refuses, before anything else is read, a ``--model`` that is no directory. Raises :class:`CheckpointError`."""
+    if not model.exists():
+        raise CheckpointError(
+            f"--model {model}: there is no such directory (a checkpoint is read from this machine, not from a hub)"
+        )
+    if not model.is_dir():
+        raise CheckpointError(f"--model {model} is a file: give the directory of a checkpoint")
+
+
+def prove_transport(options: NodeOptions) -> TransportIdentity:
+    """Builds and closes one transport endpoint: what it says of itself, and the proof that it works here.
+
+    Raises :class:`TransferError`.
+    """
+    engine = _transport_factory(options)()
+    try:
+        return TransportIdentity(engine.kind, engine.version, engine.transport)
+    finally:
+        engine.close()
+
+
 def check_transfer_host(options: NodeOptions) -> None:
-    """Refuses a wildcard address, which says where to listen but not where to be found.
+    """Refuses a wildcard address, which says where to listen but not where to be found, and a name of nobody.
 
     Raises :class:`TransportMisconfigured`.
     """
     host = options.transfer_host
     if host in _WILDCARDS:
         raise TransportMisconfigured(f"no peer can write to {host}: give --transfer-host the address of this node")
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        option = "--host" if host == options.host else "--transfer-host"
+        raise TransportMisconfigured(f"{option} {host}: no such host ({error})") from error
+
+
+class _EndedEarly(BaseException):
+    """A signal asked for the end before the node served."""
 
 
 def check_families(options: NodeOptions, peers: Sequence[str]) -> None:
@@ -209,19 +277,51 @@ def check_families(options: NodeOptions, peers: Sequence[str]) -> None:
 
 
 def run(prog: str, options: NodeOptions, start: Callable[[], Awaitable[int]]) -> int:
-    """Sets up logging, runs ``start`` and tells start-up errors in one sentence on stderr (exit code 2)."""
-    logging.basicConfig(
-        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
-    for noisy in ("httpx", "transformers"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    """Runs ``start`` with the log of a process. What it raises is a start-up error: one sentence on standard error and
+    exit code 2.
+    """
+    open_standard_streams()
+    with process_log(options.log_level):
+        transformers_log.disable_default_handler()  # it writes in a format of its own
+        transformers_log.enable_propagation()
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        try:
+            with _signals_end_at_once(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(_awaited(start))
+        except _EndedEarly:
+            log.info("told to end before it served")
+            return 0
+        except Exception as error:
+            log.debug("the node could not start", exc_info=True)
+            sentence = _one_sentence(error)
+    with contextlib.suppress(OSError):
+        print(f"{prog}: {sentence}", file=sys.stderr)  # noqa: T201  (the command line's own words)
+    return 2
+
+
+def _one_sentence(error: Exception) -> str:
+    words = " ".join(str(error).split())[:MAX_SENTENCE_CHARS]
+    if isinstance(error, STARTUP_ERRORS):
+        return words
+    return f"could not start: {type(error).__name__}: {words} (--log-level debug shows where)"
+
+
+@contextlib.contextmanager
+def _signals_end_at_once() -> Iterator[None]:
+    """Until the node serves, and has signal handlers of its own, there is nothing to bring to an end."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise _EndedEarly
+
+    before = {number: signal.getsignal(number) for number in END_SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, end)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_awaited(start))
-    except STARTUP_ERRORS as error:
-        print(f"{prog}: {error}", file=sys.stderr)  # noqa: T201  (the command line's own words)
-        return 2
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 async def _awaited(start: Callable[[], Awaitable[int]]) -> int:

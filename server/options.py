@@ -26,6 +26,7 @@ class Limits:
     """How much a node takes on and how long it waits; ``deadlines`` as ``PHASE=SECONDS``, not checked yet."""
 
     max_queue: int
+    default_max_tokens: int
     deadlines: tuple[str, ...]
     drain_timeout_s: float
 
@@ -97,7 +98,7 @@ class NodeOptions:
             transport=args.transport,
             transfer_host=args.transfer_host or args.host,
             security=Security(args.auth_key_file, args.insecure, args.api_key, args.api_key_file),
-            limits=Limits(args.max_queue, tuple(args.deadline), args.drain_timeout),
+            limits=Limits(args.max_queue, args.default_max_tokens, tuple(args.deadline), args.drain_timeout),
             http=HttpOptions(args.max_connections, args.keep_alive, tuple(args.cors_origin)),
             faults=tuple(args.fault),
             log_level=args.log_level,
@@ -106,7 +107,7 @@ class NodeOptions:
 
 def node_parser(prog: str, description: str, *, port: int) -> argparse.ArgumentParser:
     """A parser with every option that both nodes have; ``port`` is the default HTTP port."""
-    parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=_Help)
+    parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=_Help, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
 
     model = parser.add_argument_group("model")
@@ -135,7 +136,7 @@ def node_parser(prog: str, description: str, *, port: int) -> argparse.ArgumentP
 
     network = parser.add_argument_group("network")
     network.add_argument("--host", type=_host, default="127.0.0.1", help="address to listen on, IPv4 or IPv6")
-    network.add_argument("--port", type=_port, default=port, help="HTTP port (0: any free one)")
+    network.add_argument("--port", type=port_number, default=port, help="HTTP port (0: any free one)")
     network.add_argument(
         "--transport",
         choices=("tcp", "auto"),
@@ -173,6 +174,14 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         help="requests that may wait for a slot and pages; more are refused with 503",
     )
     limits.add_argument(
+        "--default-max-tokens",
+        type=_positive,
+        default=2048,
+        metavar="N",
+        help="tokens to generate for a request without max_tokens, if the checkpoint's generation_config.json has no "
+        "max_new_tokens; never more than fits the context. Pages are reserved for all of them",
+    )
+    limits.add_argument(
         "--deadline",
         action="append",
         default=[],
@@ -184,7 +193,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=30.0,
         metavar="SECONDS",
-        help="after SIGTERM or SIGINT: time for what is under way; a second signal ends at once",
+        help="after SIGTERM, SIGINT or SIGHUP: time for what is under way; a second signal ends at once",
     )
 
 
@@ -238,6 +247,11 @@ def _add_security(parser: argparse.ArgumentParser) -> None:
 
 def peer_address(text: str) -> str:
     """``host:port`` of a prefill node, as an option's type. IPv6 addresses stand in brackets."""
+    if "/" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a URL or path, not HOST:BOOTSTRAP_PORT, such as 127.0.0.1:8998 (the prefill node's "
+            "--bootstrap-port)"
+        )
     host, _, port = text.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:BOOTSTRAP_PORT")
@@ -265,21 +279,32 @@ def _is_ipv6(host: str) -> bool:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
     return value
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
     return value
 
 
-def _port(text: str) -> int:
-    value = int(text)
+def port_number(text: str) -> int:
+    """A TCP port, as an option's type; 0 takes any free one."""
+    value = _whole(text)
     if not 0 <= value <= 65535:
         raise argparse.ArgumentTypeError(f"{value} is not a port (0 .. 65535)")
     return value
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import signal
@@ -23,7 +24,9 @@ from server.api.http_protocol import http_config
 from server.engine.engine import Engine
 from server.engine.events import Event
 from server.engine.request import Backend
-from server.launch import Groundwork
+from server.launch import END_SIGNALS, Groundwork
+from server.node.ports import url_of
+from server.threads import call_in_thread
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +62,14 @@ class Node(Backend, Protocol):
     def on_engine_event(self, event: Event) -> None: ...
 
 
-async def serve(node: Node, ground: Groundwork, *, spec_tokens: int = 0, cold_draft: bool = False) -> int:
-    """Runs a node until SIGINT or SIGTERM; the process's exit code: 0, or 1 if a vital part of it died.
+async def serve(
+    node: Node, ground: Groundwork, listener: socket.socket, *, spec_tokens: int = 0, cold_draft: bool = False
+) -> int:
+    """Runs a node until SIGINT, SIGTERM or SIGHUP; the process's exit code: 0, or 1 if a vital part of it died.
 
     The first signal lets what is under way come to its end, for up to ``drain_timeout_s``; a second one ends it at
-    once. The engine drafts ``spec_tokens`` a step.
+    once. ``listener`` is the HTTP port. The engine drafts ``spec_tokens`` a step. What is raised was raised before the
+    node served.
     """
     options = ground.options
     engine = Engine(
@@ -76,12 +82,15 @@ async def serve(node: Node, ground: Groundwork, *, spec_tokens: int = 0, cold_dr
         cold_draft=cold_draft,
     )
     ground.inbox.attach(engine)
-    listener = _listen(options.host, options.port)
-    host, port = listener.getsockname()[:2]
     server, signals = _Server(_http_config(node, ground)), _Signals()
     async with _running(node, engine):
-        log.info("%s node serves http://%s:%d", node.role, host, port)
+        # What is loaded stays: a full collection, which any large request brings on, would hold the event loop for a
+        # quarter of a second to look at it all again.
+        gc.freeze()
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+        await _until(lambda: server.started or serving.done())
+        if server.started:
+            log.info("%s node serves %s", node.role, url_of(listener))
         await _until(lambda: signals.n_seen > 0 or serving.done() or not node.alive()[0])
         if signals.n_seen:
             await _drain(node, signals, options.limits.drain_timeout_s)
@@ -90,8 +99,12 @@ async def serve(node: Node, ground: Groundwork, *, spec_tokens: int = 0, cold_dr
         log.error("stopping: %s", reason)
         await asyncio.wait({serving}, timeout=_DEAD_S)
     server.should_exit, server.force_exit = True, signals.n_seen > 1
-    await serving
-    return 0 if is_alive else 1
+    try:
+        await serving
+    except Exception:
+        log.exception("the HTTP server ended by an exception")
+        return 1
+    return 0 if is_alive and signals.n_seen else 1
 
 
 def _http_config(node: Node, ground: Groundwork) -> uvicorn.Config:
@@ -103,19 +116,22 @@ def _http_config(node: Node, ground: Groundwork) -> uvicorn.Config:
     return http_config(
         app,
         ConnectionManager(limits, registry),
-        log_level=options.log_level,
+        log_config=None,
         access_log=options.log_level == "debug",
         timeout_graceful_shutdown=_SHUTDOWN_S,
     )
 
 
 class _Signals:
-    """Counts SIGINT and SIGTERM, in place of their usual effect."""
+    """Counts the signals that ask for the end, in place of their usual effect. One that was ignored when the process
+    began stays so: ``nohup`` means it.
+    """
 
     def __init__(self) -> None:
         self.n_seen = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._count)
+        for number in END_SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, self._count)
 
     def _count(self) -> None:
         self.n_seen += 1
@@ -140,7 +156,7 @@ async def _running(node: Node, engine: Engine) -> AsyncIterator[None]:
         yield
     finally:
         await node.stop()
-        await asyncio.to_thread(engine.stop)
+        await call_in_thread("stop engine", engine.stop)
 
 
 async def _drain(node: Node, signals: _Signals, timeout_s: float) -> None:
@@ -153,15 +169,3 @@ async def _until(condition: Callable[[], bool], timeout_s: float = math.inf) -> 
     end = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < end:  # noqa: ASYNC110  (none of this has an event, and a look is cheap)
         await asyncio.sleep(_LOOK_S)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
-    return listener

@@ -1,11 +1,16 @@
-"""Settings of every test: no wall-clock limits inside hypothesis (machines are noisy), one CPU thread per operation."""
+"""Settings of every test: no wall-clock limits inside hypothesis (machines are noisy), one CPU thread per operation.
+
+What starts processes or whole nodes is marked, so that ``scripts/test --fast`` can leave it out.
+"""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin at every barrier are slow on a busy machine
 
 import pytest
 import torch
@@ -13,6 +18,18 @@ from hypothesis import settings
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+
+HERE = Path(__file__).parent
+WITH_PROCESSES = ("e2e", "nodes", "transfer_engines", "test_docker.py", "test_packaging.py")
+"""Folders and files in which every test is marked; others mark their own."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE) and item.path.relative_to(HERE).parts[0] in WITH_PROCESSES:
+            item.add_marker(pytest.mark.processes)
 
 
 @pytest.fixture(autouse=True, scope="session")

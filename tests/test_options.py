@@ -17,6 +17,7 @@ from server.transfer.engines.base import TransportMisconfigured
     ("option", "value", "words"),
     [
         ("--max-queue", "0", "0 is not a positive number"),
+        ("--default-max-tokens", "0", "0 is not a positive number"),
         ("--drain-timeout", "-1", "-1 is no number of seconds"),
         ("--drain-timeout", "inf", "inf is no number of seconds"),
         ("--max-connections", "0", "0 is not a positive number"),
@@ -80,3 +81,19 @@ def test_a_deadline_is_looked_at_before_a_model_is_loaded(role: str) -> None:
     arguments = node_parser("node", "", port=1).parse_args(["--model", "/nowhere", "--deadline", "commit=soon"])
     with pytest.raises(DeadlineError, match="--deadline commit=soon: 'soon' is no number of seconds"):
         lay_groundwork(role, NodeOptions.from_namespace(arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "n_tokens", "n_pages"),
+    [
+        ([], 2048, 8),
+        (["--default-max-tokens", "300"], 300, 2),
+        (["--pages", "2"], 508, 2),  # what two pages hold, less three drafted tokens and one of the prompt
+    ],
+)
+def test_the_default_of_max_tokens_is_told_with_its_cost(arguments: list[str], n_tokens: int, n_pages: int) -> None:
+    options = NodeOptions.from_namespace(node_parser("node", "", port=1).parse_args(arguments))
+    settings = lay_groundwork("decode", options, spec_tokens=3).settings()
+    assert settings["facts"]["default_max_tokens"] == n_tokens
+    assert settings["facts"]["default_max_tokens_pages"] == n_pages
+    assert n_tokens < settings["max_context"]

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from server.api.request_id import HEADER, current_request
 from server.engine.request import RequestFailed
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,16 @@ class ClientDisconnected(Exception):
 
 
 def error_body(
-    message: str, *, status: int, code: str | None, param: str | None = None, component: str | None = None
+    message: str,
+    *,
+    status: int,
+    code: str | None,
+    param: str | None = None,
+    component: str | None = None,
+    room: int | None = None,
 ) -> dict[str, Any]:
-    """The JSON body of an error. ``component`` (the state component at fault) is left out where there is none.
+    """The JSON body of an error. ``component`` (the state component at fault), ``room`` and ``request_id`` are left out
+    where there is none.
 
     Messages quote what a client sent; no more of it goes back than :data:`MAX_MESSAGE_CHARS`.
     """
@@ -47,6 +55,10 @@ def error_body(
     error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
     if component is not None:
         error["component"] = component
+    if room is not None:
+        error["room"] = room
+    if (request := current_request()) is not None:
+        error["request_id"], request.code = request.id, code
     return {"error": error}
 
 
@@ -62,19 +74,23 @@ def failure_body(failure: RequestFailed) -> dict[str, Any]:
         code=failure.code,
         param=getattr(failure, "param", None),
         component=failure.component,
+        room=failure.room,
     )
 
 
 def error_response(body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None) -> Response:
     """A whole error answer. ASCII only: the message may quote text that cannot be encoded. A 503 says when to retry."""
     all_headers = dict(headers or {})
+    if (request := current_request()) is not None:
+        all_headers[HEADER] = request.id
     if status == HTTPStatus.SERVICE_UNAVAILABLE:
         all_headers.setdefault("retry-after", str(RETRY_AFTER_S))
     return Response(json.dumps(body), status_code=status, headers=all_headers, media_type="application/json")
 
 
 def failure_response(failure: RequestFailed) -> Response:
-    return error_response(failure_body(failure), failure.status)
+    headers = {} if failure.room is None else {"x-pd-room": str(failure.room)}
+    return error_response(failure_body(failure), failure.status, headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:

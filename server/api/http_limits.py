@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from server.api.errors import RETRY_AFTER_S, error_body
+from server.api.request_id import HEADER, draw_id
 
 SMALL_BODY_NBYTES = 64 << 10
 """So much of every body is always taken: large bodies cannot keep out small requests."""
@@ -49,13 +50,17 @@ class Refusal:
     message: str
 
     def response(self, default_headers: list[tuple[bytes, bytes]]) -> bytes:
-        """The whole answer, after which the connection is closed."""
-        content = json.dumps(error_body(self.message, status=self.status, code=self.code)).encode()
+        """The whole answer, after which the connection is closed. Its request was not read, so its id is drawn."""
+        request_id = draw_id()
+        body = error_body(self.message, status=self.status, code=self.code)
+        body["error"]["request_id"] = request_id
+        content = json.dumps(body).encode()
         headers = [
             *default_headers,
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(content)),
             (b"connection", b"close"),
+            (HEADER.encode(), request_id.encode()),
         ]
         if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
             headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))

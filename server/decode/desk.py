@@ -14,7 +14,7 @@ import time
 
 from server.cache.allocator import ItemState
 from server.cache.layout import Placement
-from server.decode.admission import check_request, choose_room, tokens_held, wire_request, with_seed
+from server.decode.admission import check_request, choose_room, tokens_held, with_seed
 from server.decode.draft_metrics import DraftMetrics
 from server.decode.named import link_of
 from server.decode.quarantine import Quarantine
@@ -116,12 +116,15 @@ class RequestDesk:
             spec_tokens=self._settings.spec_tokens,
             allocator=self._allocator,
         )
-        wire_request(request)
         room_id = choose_room(request, room, self.rooms)
         if len(self.queue) >= self._settings.max_queue:
             reason = f"{len(self.queue)} requests wait for a slot and pages already"
             raise RequestFailed("overloaded", reason, status=503)
-        generation = NodeGeneration(lambda: self._abort(room_id))
+        generation = NodeGeneration(
+            lambda: self._abort(room_id),
+            room=room_id if self.receiver is not None else None,
+            on_end=lambda outcome: self._log_end(room_id, outcome),
+        )
         work = Work(self._new_key(room_id), with_seed(request), generation, time.monotonic(), link=link)
         if link is not None:
             work.retries_left = 0  # the router tries another prefill node itself, with another room
@@ -136,6 +139,10 @@ class RequestDesk:
 
     def _enter(self, work: Work) -> None:
         self.works[work.key] = self.rooms[work.key.room] = work
+
+    def _log_end(self, room: int, outcome: str) -> None:
+        if (work := self.rooms.get(room)) is not None:
+            work.end(outcome, time.monotonic()).log()
 
     def check_serving(self) -> None:
         """Raises :class:`RequestFailed` (503) with the reason if no request can be served now."""
@@ -166,6 +173,7 @@ class RequestDesk:
 
     def _start(self, work: Work, placement: Placement, link: PeerLink | None) -> None:
         work.placement = placement
+        work.times.opened = time.monotonic()
         if self.receiver is not None and link is not None:
             self.receiver.open(work, placement, link)
         else:
@@ -217,6 +225,7 @@ class RequestDesk:
         owner = None if Check.STAMP in work.skipped else work.key.owner
         self._submit_command(Resume(work.key, work.request, work.placement, first, owner))
         work.resumed = True
+        work.times.decoding = time.monotonic()
 
     def room_failed(self, work: Work, failure: Failure) -> None:
         log.warning("%s (%s) failed: %s: %s", work.key, work.request.request_id, failure.code, failure.reason)
@@ -282,6 +291,7 @@ class RequestDesk:
                 work.generation.set_route(self._local_route())
                 if not work.n_generated:
                     self._parts.faults.entered("decode")
+                    work.times.decoding = work.times.decoding or time.monotonic()
                 self._count_step(work, event.output)
                 work.generation.put(event.output)
             case Finished():

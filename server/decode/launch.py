@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from server.cache.specs import DRAFT
 from server.decode.node import DecodeNode
 from server.decode.settings import DecodeSettings
-from server.launch import check_families, check_transfer_host, lay_groundwork, read_keys, run
+from server.launch import (
+    check_families,
+    check_model,
+    check_transfer_host,
+    lay_groundwork,
+    prove_transport,
+    read_keys,
+    run,
+)
+from server.node.ports import take_port
 from server.options import NodeOptions, node_parser, peer_address
 from server.serving import serve
 from server.transfer.engines.exposure import warn_of_data_plane
@@ -57,12 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_transfer_host(options)
             check_families(options, peers)
             keys.guard.check_peers(peers)
+        http = take_port(options.host, options.port, "--port")
+        if peers is not None:
             warn_of_data_plane()
+        check_model(options.model)
+        if peers is not None:
+            prove_transport(options)
         k, cold = args.spec_tokens, args.draft_state == "recompute"
         ground = lay_groundwork("decode", options, keys, draft=k > 0, spec_tokens=k)
         own = frozenset({DRAFT}) if cold else frozenset()
         settings = DecodeSettings(**ground.settings(), prefill=peers, own_components=own)
-        return await serve(DecodeNode(settings, ground.parts), ground, spec_tokens=k, cold_draft=cold)
+        return await serve(DecodeNode(settings, ground.parts), ground, http, spec_tokens=k, cold_draft=cold)
 
     return run(parser.prog, options, start)
 

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Protocol
 
 from server.cache.layout import Placement
 from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest, RequestFailed, TokenLogprob
+from server.node.request_log import RequestEnd
 from server.transfer.checks import Check
 from server.transfer.decode_room import DecodeRoom
 from server.transfer.peer import PeerLink
 from server.transfer.protocol import Done
 from server.transfer.rooms import Failure, RoomKey
+
+_QUEUED = ("reserve", "pair", "queued")
+"""Phases of a room in which its prompt waits on the prefill node."""
+
+
+@dataclass
+class Times:
+    """When a request came, when its last attempt got memory, and when decoding began, on ``time.monotonic()``."""
+
+    submitted: float
+    opened: float | None = None
+    decoding: float | None = None
 
 
 @dataclass(eq=False)
@@ -40,15 +53,41 @@ class Work:
     n_retries: int = 0
     avoids: tuple[PeerLink, ...] = ()
     failed_before: Failure | None = None
+    times: Times = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.times = Times(self.enqueued)
 
     def may_be_retried(self, failure: Failure) -> bool:
         """Whether ``failure`` is not the request's own fault, and somebody still waits for the answer."""
         is_ours = failure.status >= HTTPStatus.INTERNAL_SERVER_ERROR
         return is_ours and self.retries_left > 0 and self.link is not None and not self.generation.ended
 
+    def end(self, outcome: str, now: float) -> RequestEnd:
+        """What is logged of the request. What failed attempts took counts as time in the queue."""
+        times, room_s = self.times, self.room.phase_s if self.room is not None else {}
+        opened, decoding = times.opened or now, times.decoding or now
+        prefill_s = room_s.get("prefill", 0.0) if self.room is not None else decoding - opened
+        return RequestEnd(
+            request_id=self.request.request_id,
+            room=None if self.room is None else self.key.room,
+            peer_role="prefill",
+            peer=self.link.address if self.link is not None else "local" if times.opened else "none",
+            n_prompt=len(self.request.prompt_ids),
+            n_generated=self.n_generated,
+            phase_s={
+                "queue": opened - times.submitted + sum(room_s.get(phase, 0.0) for phase in _QUEUED),
+                "prefill": prefill_s,
+                "transfer": room_s.get("transfer", 0.0) + room_s.get("verify", 0.0),
+                "decode": now - decoding,
+            },
+            outcome=outcome,
+            n_retries=self.n_retries,
+        )
+
     def next_attempt(self, key: RoomKey, failure: Failure) -> Work:
         """The same request once more, after ``failure``: ``key`` has a new epoch, memory and prefill node are open."""
-        return replace(
+        again = replace(
             self,
             key=key,
             enqueued=time.monotonic(),
@@ -61,6 +100,8 @@ class Work:
             avoids=tuple(link for link in (*self.avoids, self.link) if link is not None),
             failed_before=failure,
         )
+        again.times.submitted = self.times.submitted
+        return again
 
 
 class RoomOwner(Protocol):

@@ -9,10 +9,21 @@ from server.engine.request import FinishReason, RequestFailed, RouteInfo, TokenO
 
 
 class NodeGeneration:
-    """One request's answer. All methods run in the event loop; ``on_abort`` is called once, on the first ``abort``."""
+    """One request's answer. All methods run in the event loop; ``on_abort`` is called once, on the first ``abort``.
 
-    def __init__(self, on_abort: Callable[[], None]) -> None:
+    ``on_end`` is called once, at the end, with the finish reason or the code of the failure. Failures get ``room``.
+    """
+
+    def __init__(
+        self,
+        on_abort: Callable[[], None],
+        *,
+        room: int | None = None,
+        on_end: Callable[[str], None] | None = None,
+    ) -> None:
         self._on_abort = on_abort
+        self._on_end = on_end
+        self._room = room
         self._outputs: asyncio.Queue[TokenOutput | None] = asyncio.Queue()
         self._routed = asyncio.Event()
         self._route: RouteInfo | None = None
@@ -56,7 +67,7 @@ class NodeGeneration:
         if not self.ended:
             self._outputs.put_nowait(output)
             if output.finish_reason is not None:
-                self._end()
+                self._end(output.finish_reason.value)
 
     def finish(self, reason: FinishReason) -> None:
         """Ends the stream, if no output has done so."""
@@ -65,10 +76,14 @@ class NodeGeneration:
     def fail(self, failure: RequestFailed) -> None:
         """Ends the stream with an error, if it has not ended."""
         if not self.ended:
+            if failure.room is None:
+                failure.room = self._room
             self._failure = failure
-            self._end()
+            self._end(failure.code)
 
-    def _end(self) -> None:
+    def _end(self, outcome: str) -> None:
         self.ended = True
         self._outputs.put_nowait(None)
         self._routed.set()
+        if self._on_end is not None:
+            self._on_end(outcome)

@@ -2,3 +2,8 @@
 
 Reads and writes the pools of ``server.cache``; imports nothing else of this project.
 """
+
+import os
+
+# MKL's sums then do not depend on where in memory a row begins. It reads this once, before its first product.
+os.environ.setdefault("MKL_CBWR", "AUTO")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from server.model.batch import ENTRY_BLOCK, Batch, CompressedView, EntryTable
+from server.model.batch_invariant import bmm
 from server.model.compressor import Compressor, Indexer
 from server.model.config import CSA, HCA, SLIDING, ModelConfig
 from server.model.layers import Linear, RMSNorm, grouped_matmul_rows, pad_rows, unit_rms
@@ -124,7 +125,7 @@ class Attention(nn.Module):
         """
         scale = self.head_dim**-0.5
         scores = [
-            torch.bmm(q, rows.transpose(1, 2)).float().mul_(scale).masked_fill_(~mask[:, None], float("-inf"))
+            bmm(q, rows.transpose(1, 2), self.row_tile).float().mul_(scale).masked_fill_(~mask[:, None], float("-inf"))
             for rows, mask in candidates
         ]
         top = scores[0].amax(-1, keepdim=True)
@@ -135,7 +136,7 @@ class Attention(nn.Module):
         for block, (rows, _) in zip(scores, candidates, strict=True):
             weights = block.sub_(top).exp_()
             denominator += weights.sum(-1, keepdim=True)
-            part = torch.bmm(weights.to(q.dtype), rows).float()
+            part = bmm(weights.to(q.dtype), rows, self.row_tile).float()
             out = part if out is None else out.add_(part)
         if out is None:
             raise ValueError("a query needs at least its window")

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from server.model.batch import ENTRY_BLOCK, CompressedView, EntryPlan, EntryTable
+from server.model.batch_invariant import bmm, softmax_pool
 from server.model.config import CSA, ModelConfig
 from server.model.layers import Linear, RMSNorm
 from server.model.pools import Pools
@@ -68,8 +69,7 @@ class Compressor(nn.Module):
             ((name, values),) = own.items()
             rows = pools.ring[name].gather(self.layer_id, plan.cur, values)
         kv, score = rows[..., : self.width], rows[..., self.width :]
-        pooled = (score.softmax(1) * kv).sum(1)
-        entry = rotation.apply_(self.norm(pooled.to(dtype)))
+        entry = rotation.apply_(self.norm(softmax_pool(score, kv).to(dtype)))
         pools.page[self.entries].write(self.layer_id, plan.pages, plan.rows, entry[: plan.count])
 
 
@@ -85,7 +85,7 @@ class Indexer(nn.Module):
         self.wq_b = Linear(config.q_lora_rank, self.heads * self.width, row_tile, dtype)
         self.weights_proj = Linear(config.hidden_size, self.heads, row_tile, dtype)
         self.compressor = Compressor(config, layer_id, CSA, self.width, "c4_index_state", "c4_index", row_tile)
-        self.layer_id = layer_id
+        self.layer_id, self.row_tile = layer_id, row_tile
 
     def forward(
         self, x: torch.Tensor, qr: torch.Tensor, view: CompressedView, pools: Pools, rotation: Rotation
@@ -114,6 +114,6 @@ class Indexer(nn.Module):
         keys = keys.view(-1, ENTRY_BLOCK, self.width)
         n_blocks = entries.mask.shape[1] // ENTRY_BLOCK
         queries = q[:, None].expand(-1, n_blocks, -1, -1).reshape(-1, self.heads, self.width)
-        dots = torch.bmm(queries, keys.transpose(1, 2)).float().relu_()
+        dots = bmm(queries, keys.transpose(1, 2), self.row_tile).float().relu_()
         per_block = weights[:, None].expand(-1, n_blocks, -1).reshape(-1, 1, self.heads)
-        return torch.bmm(per_block, dots).view(q.shape[0], -1)
+        return bmm(per_block, dots, self.row_tile).view(q.shape[0], -1)

@@ -1,20 +1,26 @@
-"""The architecture of one checkpoint, read through transformers and checked for what this implementation computes."""
+"""The architecture of one checkpoint, checked for what this implementation computes."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from transformers import DeepseekV4Config
+from server.model.fields import (
+    CSA,
+    FIELDS,
+    HCA,
+    SLIDING,
+    UNQUANTIZED,
+    YARN_FIELDS,
+    CheckpointError,
+    check_together,
+    read_fields,
+    saved_by_transformers,
+)
 
-SLIDING, CSA, HCA = 0, 4, 128
-"""Compress ratios, which name the three kinds of layer: window only, compressed sparse, heavily compressed."""
-
-
-class CheckpointError(ValueError):
-    """A model directory that cannot be served; the message names the file, key or field and what to do."""
+__all__ = ["CSA", "HCA", "SLIDING", "CheckpointError", "ModelConfig", "YarnScaling", "load_config"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class ModelConfig:
     """What the forward pass needs to know; field names as in the official ``config.json`` where they say it well.
 
     ``compress_ratios`` has one entry per backbone layer (0, 4 or 128); ``draft_ratio`` is the entry of the NextN layer,
-    which transformers drops, or None if the checkpoint lists none.
+    or None if the checkpoint lists none.
     """
 
     vocab_size: int
@@ -88,79 +94,56 @@ def load_config(model_dir: Path) -> ModelConfig:
 
 
 def _from_raw(raw: dict[str, Any], where: str) -> ModelConfig:
-    if raw.get("quantization_config") is not None or raw.get("expert_dtype") is not None:
-        method = (raw.get("quantization_config") or {}).get("quant_method", raw.get("expert_dtype"))
-        raise CheckpointError(
-            f"{where}: the checkpoint is quantized ({method}), which is not supported yet; "
-            "convert it to bfloat16 or float32"
-        )
-    try:
-        hf = DeepseekV4Config.from_dict(dict(raw))
-    except Exception as error:  # transformers raises many kinds; each means the same to the reader
-        raise CheckpointError(f"{where}: transformers refuses this configuration: {error}") from error
-    _require(where, "scoring_func", hf.scoring_func, "sqrtsoftplus")
-    _require(where, "norm_topk_prob", hf.norm_topk_prob, True)
-    _require(where, "num_key_value_heads", hf.num_key_value_heads, 1)
-    _require(where, "n_shared_experts", hf.n_shared_experts, 1)
-    _require(where, "attention_bias", hf.attention_bias, False)
-    _require(where, "tie_word_embeddings", hf.tie_word_embeddings, False)
-    _require(where, "hidden_act", hf.hidden_act, "silu")
-    ratios = raw.get("compress_ratios")
-    if not isinstance(ratios, list) or len(ratios) < hf.num_hidden_layers:
-        raise CheckpointError(f"{where}: compress_ratios must list one ratio for each of {hf.num_hidden_layers} layers")
-    if bad := [r for r in ratios if r not in (SLIDING, CSA, HCA)]:
-        raise CheckpointError(f"{where}: compress_ratios holds {bad[0]}, only {SLIDING}, {CSA} and {HCA} exist")
-    n = hf.num_hidden_layers
+    _refuse_quantized(raw, where)
+    if "compress_ratios" not in raw and "layer_types" in raw:
+        raise saved_by_transformers(where, "it has layer_types instead of compress_ratios")
+    values = read_fields(raw, FIELDS, where)
+    check_together(values, where)
+    n, ratios = values["num_hidden_layers"], values["compress_ratios"]
+    same_name = {field.name for field in fields(ModelConfig)} & values.keys() - {"compress_ratios"}
     return ModelConfig(
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        num_hidden_layers=n,
-        num_attention_heads=hf.num_attention_heads,
-        head_dim=hf.head_dim,
-        rope_dim=hf.qk_rope_head_dim,
-        q_lora_rank=hf.q_lora_rank,
-        o_groups=hf.o_groups,
-        o_lora_rank=hf.o_lora_rank,
-        moe_intermediate_size=hf.moe_intermediate_size,
-        n_routed_experts=hf.n_routed_experts,
-        num_experts_per_tok=hf.num_experts_per_tok,
-        num_hash_layers=sum(kind == "hash_moe" for kind in hf.mlp_layer_types or ()),
-        routed_scaling_factor=hf.routed_scaling_factor,
-        swiglu_limit=hf.swiglu_limit,
-        index_n_heads=hf.index_n_heads,
-        index_head_dim=hf.index_head_dim,
-        index_topk=hf.index_topk,
-        sliding_window=hf.sliding_window,
-        hc_mult=hf.hc_mult,
-        hc_sinkhorn_iters=hf.hc_sinkhorn_iters,
-        hc_eps=hf.hc_eps,
-        rms_norm_eps=hf.rms_norm_eps,
-        rope_theta=float(hf.rope_theta),
-        compress_rope_theta=float(hf.compress_rope_theta),
+        **{name: values[name] for name in same_name},
+        rope_dim=values["qk_rope_head_dim"],
         yarn=_yarn(raw, where),
-        max_position_embeddings=hf.max_position_embeddings,
         compress_ratios=tuple(ratios[:n]),
         draft_ratio=ratios[n] if len(ratios) > n else None,
     )
 
 
-def _yarn(raw: dict[str, Any], where: str) -> YarnScaling | None:
-    scaling = raw.get("rope_scaling")
-    if scaling is None:
-        scaling = (raw.get("rope_parameters") or {}).get("compress")
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-    if scaling is None or kind == "default":
-        return None
-    if kind != "yarn":
-        raise CheckpointError(f"{where}: rope_scaling type {kind!r} is not supported, only 'yarn'")
-    return YarnScaling(
-        factor=float(scaling["factor"]),
-        beta_fast=float(scaling.get("beta_fast", 32)),
-        beta_slow=float(scaling.get("beta_slow", 1)),
-        original_max_position=int(scaling["original_max_position_embeddings"]),
+def _refuse_quantized(raw: dict[str, Any], where: str) -> None:
+    quantization, expert_dtype = raw.get("quantization_config"), raw.get("expert_dtype")
+    if quantization is None and (expert_dtype is None or expert_dtype in UNQUANTIZED):
+        return
+    method = quantization.get("quant_method", expert_dtype) if isinstance(quantization, dict) else expert_dtype
+    raise CheckpointError(
+        f"{where}: the checkpoint is quantized ({method}), which is not supported yet; "
+        "convert it to bfloat16 or float32"
     )
 
 
-def _require(where: str, field: str, found: object, expected: object) -> None:
-    if found != expected:
-        raise CheckpointError(f"{where}: {field} is {found!r}, this server computes only {expected!r}")
+def _yarn(raw: dict[str, Any], where: str) -> YarnScaling | None:
+    name, scaling = "rope_scaling", raw.get("rope_scaling")
+    if scaling is None and isinstance(raw.get("rope_parameters"), dict):
+        name, scaling = "rope_parameters.compress", raw["rope_parameters"].get("compress")
+    if scaling is None:
+        return None
+    if not isinstance(scaling, dict):
+        raise CheckpointError(f"{where}: {name} is {scaling!r}; allowed is an object or null")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "yarn":
+        raise CheckpointError(f"{where}: {name}.type is {kind!r}; allowed is only 'yarn' or 'default'")
+    values = read_fields(scaling, YARN_FIELDS, where, f"{name}.")
+    if not values["original_max_position_embeddings"]:
+        return None
+    if values["beta_slow"] >= values["beta_fast"]:
+        raise CheckpointError(
+            f"{where}: {name}.beta_slow is {values['beta_slow']}; it must be below beta_fast = {values['beta_fast']}"
+        )
+    return YarnScaling(
+        factor=float(values["factor"]),
+        beta_fast=float(values["beta_fast"]),
+        beta_slow=float(values["beta_slow"]),
+        original_max_position=values["original_max_position_embeddings"],
+    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from server.model.batch_invariant import sigmoid
+
 ROW_TILE = 16
 """Rows of one GEMM in deterministic mode: a row's result then depends on nothing else in the batch."""
 
@@ -90,6 +92,7 @@ class HyperConnection(nn.Module):
         self.n_streams, self.iterations = n_streams, iterations
         self.hc_eps, self.norm_eps, self.row_tile = hc_eps, norm_eps, row_tile
         self._scales: torch.Tensor | None = None
+        self._eps = torch.empty(())
 
     def collapse(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Streams ``[rows, N, D]`` -> sublayer input ``[rows, D]``, output weights ``[rows, N]``, mixing ``[rows, N,
@@ -99,10 +102,11 @@ class HyperConnection(nn.Module):
         wide = streams.float()
         if self._scales is None:  # one scale for each of pre, post and comb, spread over their channels
             self._scales = self.scale.repeat_interleave(torch.tensor([n, n, n * n], device=self.scale.device))
+            self._eps = torch.tensor(self.hc_eps)  # adding a tensor costs half of adding a Python number
         mix = matmul_rows(unit_rms(wide.flatten(1), self.norm_eps), self.fn, self.row_tile)
         mix = torch.addcmul(self.base, mix, self._scales)
-        gates = mix[:, : 2 * n].sigmoid()
-        pre, post = gates[:, :n] + self.hc_eps, gates[:, n:] * 2
+        gates = sigmoid(mix[:, : 2 * n])
+        pre, post = gates[:, :n] + self._eps, gates[:, n:] * 2
         comb = self._sinkhorn(mix[:, 2 * n :].unflatten(1, (n, n)))
         x = torch.bmm(pre.unsqueeze(1), wide).squeeze(1).to(streams.dtype)
         return x, post, comb
@@ -113,11 +117,11 @@ class HyperConnection(nn.Module):
         return torch.baddbmm(written, comb.transpose(1, 2), streams.float()).to(streams.dtype)
 
     def _sinkhorn(self, logits: torch.Tensor) -> torch.Tensor:
-        comb = logits.softmax(-1).add_(self.hc_eps)
-        comb.div_(comb.sum(1, keepdim=True).add_(self.hc_eps))
+        comb = logits.softmax(-1).add_(self._eps)
+        comb.div_(comb.sum(1, keepdim=True).add_(self._eps))
         for _ in range(self.iterations - 1):
-            comb.div_(comb.sum(2, keepdim=True).add_(self.hc_eps))
-            comb.div_(comb.sum(1, keepdim=True).add_(self.hc_eps))
+            comb.div_(comb.sum(2, keepdim=True).add_(self._eps))
+            comb.div_(comb.sum(1, keepdim=True).add_(self._eps))
         return comb
 
 
@@ -135,5 +139,5 @@ class HeadCollapse(nn.Module):
         """``[rows, N, D]`` -> ``[rows, D]``."""
         wide = streams.float()
         mix = matmul_rows(unit_rms(wide.flatten(1), self.norm_eps), self.fn, self.row_tile)
-        weights = torch.sigmoid(mix * self.scale + self.base) + self.hc_eps
+        weights = sigmoid(mix * self.scale + self.base) + self.hc_eps
         return torch.bmm(weights.unsqueeze(1), wide).squeeze(1).to(streams.dtype)

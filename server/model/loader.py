@@ -12,6 +12,7 @@ import xxhash
 from safetensors import safe_open
 
 from server.model.config import SLIDING, CheckpointError, ModelConfig, load_config
+from server.model.fields import saved_by_transformers
 from server.model.layers import ROW_TILE
 from server.model.network import DeepseekV4
 
@@ -37,6 +38,8 @@ def load_model(
     config = load_config(model_dir)
     files = _tensor_files(model_dir)
     keys = [key for file in files for key in _keys(file)]
+    if renamed := sorted(key for key in keys if key.startswith(("model.", "lm_head."))):
+        raise saved_by_transformers(str(model_dir), f"it has a tensor {renamed[0]}")
     if draft:
         _check_draft(model_dir, config, keys)
     with torch.device("meta"):

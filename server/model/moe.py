@@ -5,13 +5,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from server.model.batch_invariant import softplus, swiglu_
 from server.model.config import ModelConfig
 from server.model.layers import Linear, matmul_rows
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
-    """``silu(min(gate, limit)) * clamp(up, -limit, limit)``, in fp32."""
-    return nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    """``silu(min(gate, limit)) * clamp(up, -limit, limit)``, in fp32; a limit of 0 means none. Overwrites both."""
+    if limit:
+        gate.clamp_(max=limit)
+        up.clamp_(-limit, limit)
+    return swiglu_(gate, up)
 
 
 class Expert(nn.Module):
@@ -31,7 +35,7 @@ class Expert(nn.Module):
         """``[rows, D] -> [rows, D]`` in fp32; ``weights`` ``[rows, 1]`` scale the activation before ``w2``."""
         act = clamped_swiglu(self.w1(x).float(), self.w3(x).float(), self.limit)
         if weights is not None:
-            act = act * weights
+            act.mul_(weights)
         out: torch.Tensor = self.w2(act.to(x.dtype))
         return out.float()
 
@@ -58,7 +62,7 @@ class Gate(nn.Module):
         """Expert ids ``[rows, top_k]`` and their weights, which sum to ``routed_scaling_factor``. The bias only
         selects.
         """
-        scores = nn.functional.softplus(matmul_rows(x.float(), self.weight, self.row_tile)).sqrt()
+        scores = softplus(matmul_rows(x.float(), self.weight, self.row_tile)).sqrt_()
         ids = self.tid2eid[token_ids] if self.is_hash else (scores + self.bias).topk(self.top_k, dim=-1).indices
         weights = scores.gather(-1, ids)
         return ids, weights / weights.sum(-1, keepdim=True) * self.scale
@@ -67,7 +71,7 @@ class Gate(nn.Module):
 class MoE(nn.Module):
     """Routed experts plus the shared one, keys ``ffn.*``.
 
-    Where the router picks at least half of the experts anyway, all of them compute every row in one batched product: a
+    Where the router picks at least half of the experts anyway, all of them compute every row, as one wide expert: a
     few large operations instead of many small ones. Otherwise each expert computes its own rows.
     """
 
@@ -78,7 +82,7 @@ class MoE(nn.Module):
         self.shared_experts = Expert(config, row_tile, dtype)
         self.row_tile, self.limit = row_tile, config.swiglu_limit
         self.all_compute = config.n_routed_experts <= 2 * config.num_experts_per_tok
-        self._stacks: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._wide: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor, n_rows: int) -> torch.Tensor:
         """``[rows, D] -> [rows, D]``. Only the first ``n_rows`` rows need experts, the others are padding.
@@ -112,23 +116,24 @@ class MoE(nn.Module):
         """Every expert over every row; those a row did not choose have weight 0, the shared one comes last with weight
         1.
         """
-        gate_up, down = self._stacked()
+        gate_up, down = self._side_by_side()
         share = weights.new_zeros(x.shape[0], len(self.experts) + 1)
         share.scatter_(1, ids, weights)[:, -1] = 1
         step = self.row_tile or x.shape[0]
         parts = []
         for i in range(0, x.shape[0], step):
-            rows = x[i : i + step].expand(gate_up.shape[0], -1, -1)
-            gate, up = torch.bmm(rows, gate_up).float().chunk(2, dim=-1)
-            act = clamped_swiglu(gate, up, self.limit) * share[i : i + step].t().unsqueeze(-1)
-            parts.append(torch.bmm(act.to(x.dtype), down).float().sum(0))
+            both = nn.functional.linear(x[i : i + step], gate_up).float()
+            gate, up = both.view(step, 2, share.shape[1], -1).unbind(1)
+            act = clamped_swiglu(gate, up, self.limit).mul_(share[i : i + step].unsqueeze(-1))
+            parts.append(nn.functional.linear(act.flatten(1).to(x.dtype), down))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _stacked(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``w1 | w3`` of every expert as ``[E + 1, D, 2 I]`` and ``w2`` as ``[E + 1, I, D]``, copied once."""
-        if self._stacks is None:
+    def _side_by_side(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every ``w1``, then every ``w3``, as ``[2 (E + 1) I, D]``, and every ``w2`` as ``[D, (E + 1) I]``: copied
+        once.
+        """
+        if self._wide is None:
             every = [e for e in (*self.experts, self.shared_experts) if isinstance(e, Expert)]
-            gate_up = torch.stack([torch.cat([e.w1.weight, e.w3.weight]) for e in every])
-            down = torch.stack([e.w2.weight for e in every])
-            self._stacks = gate_up.transpose(1, 2), down.transpose(1, 2)
-        return self._stacks
+            gate_up = torch.cat([*(e.w1.weight for e in every), *(e.w3.weight for e in every)])
+            self._wide = gate_up, torch.cat([e.w2.weight for e in every], dim=1)
+        return self._wide

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from server.model.batch_invariant import serial_parts
 from server.model.config import ModelConfig, YarnScaling
 
 
@@ -46,10 +47,11 @@ class Rotation:
         turn = self._inverse if inverse else self._forward
         turn = turn.view(turn.shape[0], *([1] * (x.dim() - 2)), turn.shape[1])
         tail = x[..., -2 * turn.shape[-1] :].unflatten(-1, (-1, 2))
-        if x.dtype == torch.float32:
-            torch.view_as_complex(tail).mul_(turn)
-        else:
-            tail.copy_(torch.view_as_real(torch.view_as_complex(tail.float()) * turn))
+        for rows in serial_parts(x.shape[0], tail[0].numel()):
+            if x.dtype == torch.float32:
+                torch.view_as_complex(tail[rows]).mul_(turn[rows])
+            else:
+                tail[rows] = torch.view_as_real(torch.view_as_complex(tail[rows].float()) * turn[rows])
         return x
 
 

@@ -33,7 +33,7 @@ from server.prefill.failures import broken, engine_failure, placement_failure, t
 from server.prefill.memory import RoomMemory
 from server.prefill.pairing import Pairing
 from server.prefill.peers import PeerSender, ProbeKey, ProbeWriter
-from server.prefill.work import Batch, RoomWork
+from server.prefill.work import Batch, RoomWork, end_of
 from server.transfer.bootstrap import DecodePeer
 from server.transfer.prefill_events import (
     Admitted,
@@ -292,6 +292,7 @@ class RoomDesk:
         if work in self.queue:
             self.queue.remove(work)
         self._faults.ended(room.key)
+        end_of(work, action.reason or action.outcome).log()
         self._metrics.room_ended(action.outcome, action.reason)
         for phase, seconds in room.phase_s.items():
             self._metrics.phase(phase, seconds)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from server.launch import check_transfer_host, lay_groundwork, read_keys, run
+from server.launch import check_model, check_transfer_host, lay_groundwork, prove_transport, read_keys, run
 from server.model.loader import has_draft
-from server.options import NodeOptions, node_parser
+from server.node.ports import take_ports
+from server.options import NodeOptions, node_parser, port_number
 from server.prefill.node import PrefillNode, PrefillSettings
 from server.serving import serve
 from server.transfer.engines.exposure import warn_of_data_plane
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument_group("prefill").add_argument(
         "--bootstrap-port",
-        type=int,
+        type=port_number,
         default=DEFAULT_BOOTSTRAP_PORT,
         help="port where decode nodes register and reserve (ZMQ; 0: any free one)",
     )
@@ -38,11 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def start() -> int:
         check_transfer_host(options)
         keys = read_keys(options.security)
+        http, bootstrap = take_ports(options.host, options.port, args.bootstrap_port)
         warn_of_data_plane()
+        check_model(options.model)
+        transport = prove_transport(options)
         draft = has_draft(options.model) if args.draft is None else args.draft == "on"
         ground = lay_groundwork("prefill", options, keys, draft=draft)
-        settings = PrefillSettings(**ground.settings(), bootstrap_host=options.host, bootstrap_port=args.bootstrap_port)
-        return await serve(PrefillNode(settings, ground.parts), ground)
+        settings = PrefillSettings(
+            **ground.settings(),
+            bootstrap_host=options.host,
+            bootstrap_port=bootstrap.getsockname()[1],
+            bootstrap_listener=bootstrap,
+            transport=transport,
+        )
+        return await serve(PrefillNode(settings, ground.parts), ground, http)
 
     return run(parser.prog, options, start)
 

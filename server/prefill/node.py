@@ -8,7 +8,9 @@ health.
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,7 @@ from server.node.supervisor import Supervisor
 from server.node.ticker import tick_for_ever
 from server.prefill.desk import RoomDesk
 from server.prefill.reception import Reception
+from server.threads import call_in_thread
 from server.transfer.addresses import join_address
 from server.transfer.bootstrap import Bootstrap, DecodePeer
 from server.transfer.engines.base import TransferEngine
@@ -28,15 +31,24 @@ from server.transfer.outbox import Outbox
 from server.transfer.protocol import AnyMessage
 from server.transfer.rooms import Failure
 
+_KNOWN_S = 2.0
+"""For the decode nodes to answer that they know of this node's end."""
+_LOOK_S = 0.02
 _SHUTTING_DOWN = Failure("shutting_down", "the prefill node is shutting down", 503)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillSettings(NodeSettings):
-    """How a prefill node is set up. ``bootstrap_port`` 0 takes a free port; ``spec_tokens`` only sizes the rings."""
+    """How a prefill node is set up. ``bootstrap_port`` 0 takes a free port; ``spec_tokens`` only sizes the rings.
+
+    ``bootstrap_listener`` listens on that port already, and ``transport`` is known already, where a launcher has seen
+    to it.
+    """
 
     bootstrap_host: str = "127.0.0.1"
     bootstrap_port: int = 8998
+    bootstrap_listener: socket.socket | None = None
+    transport: TransportIdentity | None = None
 
 
 class PrefillNode:
@@ -70,11 +82,14 @@ class PrefillNode:
         """Tries the transport and opens the bootstrap port. Raises what either raises."""
         self._loop = asyncio.get_running_loop()
         parts, layout = self._parts, self._parts.arena.layout
+        transport = self._settings.transport
+        if transport is None:
+            transport = await call_in_thread("try transport", _describe_transport, parts.make_transport)
         manifest = build_manifest(
             "prefill",
             self.incarnation,
             parts.identity,
-            await asyncio.to_thread(_describe_transport, parts.make_transport),
+            transport,
             layout,
             parts.arena.ptr,
             spec_tokens=self._settings.spec_tokens,
@@ -96,8 +111,9 @@ class PrefillNode:
             self._settings.guard,
             Outbox(parts.faults),
         )
-        await bootstrap.start(self._settings.bootstrap_host, self._settings.bootstrap_port)
-        desk.pairing.address = join_address(self._settings.bootstrap_host, bootstrap.port)
+        settings = self._settings
+        await bootstrap.start(settings.bootstrap_host, settings.bootstrap_port, settings.bootstrap_listener)
+        desk.pairing.address = join_address(settings.bootstrap_host, bootstrap.port)
         self._ticker = ticker = asyncio.create_task(tick_for_ever(self.role, desk), name="prefill ticker")
         self._supervisor.watch(lambda: [ticker, *bootstrap.tasks, *desk.threads])
 
@@ -124,6 +140,7 @@ class PrefillNode:
         self._supervisor.end()
         if self._desk is not None:
             self._desk.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason, 503))
+            await self._until_known(self._desk)
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
@@ -131,6 +148,16 @@ class PrefillNode:
             await self._desk.close()
         if self._bootstrap is not None:
             await self._bootstrap.close()
+
+    async def _until_known(self, desk: RoomDesk) -> None:
+        """Keeps the connections open until every room's end is known, at most :data:`_KNOWN_S`.
+
+        ZMQ drops what a decode node has received and not yet read when the connection breaks: it would take this node
+        for one that fell silent. What is lost is sent again by the ticker.
+        """
+        give_up = time.monotonic() + _KNOWN_S
+        while time.monotonic() < give_up and not all(work.room.is_known for work in desk.works.values()):  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
 
     # --- Backend ------------------------------------------------------------------------------------------------------
 

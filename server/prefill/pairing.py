@@ -23,6 +23,7 @@ from server.engine.request import (
     TokenOutput,
 )
 from server.engine.stopping import OutputProcessor
+from server.node.request_log import RequestEnd
 from server.prefill.work import RoomWork
 from server.transfer.prefill_events import Paired, PrefillEvent
 from server.transfer.prefill_room import PrefillPhase
@@ -38,16 +39,23 @@ REMEMBER_S = 2.0
 
 @dataclass(eq=False)
 class HttpHalf:
-    """One request over HTTP. ``alive`` is when it came, or when a decode node last said that the room waits there for
-    memory: ``waiting``. ``work`` is its room, once there is one.
+    """One request over HTTP, which ``came`` at that time. ``alive`` is then, or when a decode node last said that the
+    room waits there for memory: ``waiting``. ``work`` is its room, once there is one.
     """
 
     request: GenerationRequest
     room: int
     generation: NodeGeneration
+    came: float
     alive: float
     waiting: Waiting | None = None
     work: RoomWork | None = None
+
+    def end(self, outcome: str, now: float) -> RequestEnd:
+        """What is logged of a request that never got a room; a room has a line of its own."""
+        waited_s = {"queue": now - self.came}
+        n_prompt = len(self.request.prompt_ids)
+        return RequestEnd(self.request.request_id, self.room, "decode", "none", n_prompt, 0, waited_s, outcome)
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,8 @@ class Pairing:
         ended = self._ended.pop(room, None)
         if ended is not None:
             raise _request_failed(ended.failure)
-        half = HttpHalf(request, room, NodeGeneration(lambda: self._client_gone(half)), self._clock())
+        now = self._clock()
+        half = HttpHalf(request, room, NodeGeneration(lambda: self._client_gone(half), room=room), now, now)
         self._halves[room] = half
         work = self._lonely.pop(room, None)
         if work is not None:
@@ -128,6 +137,7 @@ class Pairing:
         """Ends both halves, or keeps the failure for the one that is still to come."""
         self._halves.pop(half.room, None)
         if half.work is None:
+            half.end(failure.code, self._clock()).log()
             self._remember(half.room, failure)
             if half.waiting is not None:
                 self._tell(half.waiting, failure)

@@ -11,6 +11,7 @@ import msgspec
 from server.cache.arena import Arena
 from server.cache.layout import Placement
 from server.engine.request import GenerationRequest, SamplingParams, TokenLogprob
+from server.node.request_log import RequestEnd
 from server.prefill.lies import Lies
 from server.prefill.peers import PeerSender
 from server.transfer.bootstrap import DecodePeer
@@ -107,6 +108,22 @@ class RoomWork:
     def n_tokens(self) -> int:
         """Tokens of the prompt."""
         return self.room.n_tokens
+
+
+def end_of(work: RoomWork, outcome: str) -> RequestEnd:
+    """What is logged of a room when it is over."""
+    room, key = work.room, work.room.key
+    names = {"queue": "queued", "prefill": "prefill", "transfer": "transfer", "commit": "commit"}
+    return RequestEnd(
+        request_id=work.request.request_id,
+        room=key.room,
+        peer_role="decode",
+        peer=key.decode[:8],
+        n_prompt=work.n_tokens,
+        n_generated=int(work.first is not None),
+        phase_s={name: room.phase_s.get(phase, 0.0) for name, phase in names.items()},
+        outcome=outcome,
+    )
 
 
 def read_request(reserve: Reserve) -> GenerationRequest:

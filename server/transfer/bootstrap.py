@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from socket import socket as TcpSocket
 from typing import Protocol
 
 import zmq
@@ -115,8 +116,11 @@ class Bootstrap:
         self._looks: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, host: str, port: int) -> None:
-        """Binds; ``port`` 0 takes a free one. Raises :class:`zmq.ZMQError` if the address is not to be had."""
+    async def start(self, host: str, port: int, listener: TcpSocket | None = None) -> None:
+        """Binds, or takes over ``listener``, which listens there already; ``port`` 0 takes a free one.
+
+        Raises :class:`zmq.ZMQError` if the address is not to be had.
+        """
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
@@ -129,6 +133,9 @@ class Bootstrap:
             asyncio.create_task(self._gatekeeper.run(), name="gatekeeper"),
             asyncio.create_task(self._watch_handshakes(wire_events(self._socket)), name="bootstrap handshakes"),
         ]
+        if listener is not None:
+            listener.setblocking(False)
+            self._socket.setsockopt(zmq.USE_FD, listener.detach())
         self._socket.bind(f"tcp://{join_address(host, port)}")
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         self._connections = Connections(self.port)

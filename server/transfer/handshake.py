@@ -121,7 +121,7 @@ async def look_at(address: str, mechanism: str, event: Wire) -> Finding:
         async with asyncio.timeout(_LOOK_S):
             greeting = await reader.readexactly(_GREETING_NBYTES)
     except TimeoutError:
-        return Finding(f"{address} takes connections but says nothing: it is frozen, or no prefill node")
+        return Finding(f"{address} takes connections but says nothing: it is frozen, still loading, or no prefill node")
     except (OSError, asyncio.IncompleteReadError):
         return _no_zmq(address)
     finally:

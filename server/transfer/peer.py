@@ -94,6 +94,9 @@ class PeerLink:
         self._changed = asyncio.Event()
         self._lost: Failure | None = None
         self._why_lost = ""
+        self._started = time.monotonic()
+        self._logged = ""
+        """What was last logged. Two nodes that are started together need not find each other at once."""
         self._back_by = 0.0
         self._heard = float("-inf")
         self._quiet = Quiet(log)
@@ -176,7 +179,7 @@ class PeerLink:
             if not self.registered and resend.due(now):
                 self.send(Register(ours))
         log.info("registered with prefill %s", self.address)
-        self._why_lost = ""
+        self._why_lost = self._logged = ""
         self._host.on_registered(self)
 
     def _register_again(self) -> Resend:
@@ -316,6 +319,9 @@ class PeerLink:
 
     def _explain(self, reason: str) -> None:
         words = f"{self._why_lost}; now: {reason}" if self._why_lost else reason
-        if self.reason != words:
-            log.warning("%s", words)
+        if words != self.reason:
             self.state, self.reason, self.refused_field = PeerState.CONNECTING, words, ""
+        is_new = not self._why_lost and time.monotonic() - self._started < self._deadlines.connect_s
+        if words != self._logged and not is_new:
+            self._logged = words
+            log.warning("%s", words)

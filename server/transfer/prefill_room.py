@@ -174,6 +174,11 @@ class PrefillRoom:
         """Whether the room can still commit."""
         return self.phase in _ACTIVE
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the decode node has said that it knows of the room's end, or is not there any more."""
+        return self._acknowledged
+
     def _on_abort(self, abort: Abort, now: float) -> list[PrefillAction]:
         self._acknowledged = True
         if self.active:

@@ -15,7 +15,7 @@ from tests.api.test_completions import ANSWER
 
 @pytest.fixture
 def openai_client(server_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server_url}/v1", api_key="none", max_retries=0, timeout=10) as client:
+    with openai.OpenAI(base_url=f"{server_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
@@ -75,7 +75,7 @@ def test_error_in_a_stream_is_raised(openai_client: openai.OpenAI, backend: Fake
     stream = openai_client.completions.create(model="tiny", prompt="x", stream=True)
     with pytest.raises(openai.APIError, match="the room failed"):
         list(stream)
-    deadline = time.monotonic() + 5.0  # the client raises at the error event, the server ends its generator after it
+    deadline = time.monotonic() + 30.0  # the client raises at the error event, the server ends its generator after it
     while not backend.all_over() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert backend.all_over()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import schemathesis
 from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +17,19 @@ from schemathesis.specs.openapi.checks import (
 )
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})],
+)
+def test_whole_answers_and_streams_are_declared(app: FastAPI, path: str, body: dict[str, Any], stream: bool) -> None:
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    case = schema[path]["POST"].Case(body={**body, "stream": stream}, media_type="application/json")
+    response = case.call_and_validate(checks=CHECKS)
+    assert response.status_code == 200
+    assert response.headers["content-type"][0].startswith("text/event-stream" if stream else "application/json")
 
 
 def test_every_answer_to_a_drawn_request_is_declared(app: FastAPI) -> None:

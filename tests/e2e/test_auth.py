@@ -15,7 +15,7 @@ from tests.api.raw_http import RawConnection, head
 from tests.support.processes import ProcessPair, decode_process, process_pair, until
 
 API_KEY = "sk-of-the-test"
-KNOWN_S = 1.0
+KNOWN_S = 5.0
 """From the moment that the decode node answers at all until it knows that its key is wrong."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ P_OPTIONS = ("--chunk-tokens", "64", "--slots", "1", "--pages", "32")
 D_OPTIONS = ("--slots", "4", "--drain-timeout", "90")
 PROMPT = LONG_PROMPT[:1500]
 """Takes the prefill node about a second."""
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ [\w.]+: .+")
 ENDS_S = 20.0
 """A process that has nothing more to do, or may not go on, has ended."""
 
@@ -52,6 +54,40 @@ def restart(node: NodeProcess, path: str, *options: str) -> None:
     node.kill()
     node.start(*options)
     node.wait_for(path)
+
+
+def test_a_clean_start_says_only_what_a_person_needs_and_each_request_has_one_line(pair: ProcessPair) -> None:
+    for node in (pair.p, pair.d):
+        lines = node.log.read_text().splitlines()
+        assert all(LINE.fullmatch(line) for line in lines)
+        assert [line for line in lines if " WARNING " in line and "data plane is not protected" not in line] == []
+        assert [line for line in lines if " ERROR " in line or "uvicorn" in line] == []
+    named = {"x-request-id": "the client's <one>"}
+    answer = pair.d.http.post("/v1/completions", json={"prompt": [20, 30], "max_tokens": 3, "n": 2}, headers=named)
+    assert (answer.status_code, answer.headers["x-request-id"]) == (200, "theclientsone")
+    assert answer.json()["id"] == "cmpl-theclientsone"
+    assert answer.json()["pd"]["request_id"] == "theclientsone"
+    rooms = answer.headers["x-pd-room"].split(",")
+    assert answer.json()["pd"]["room"].split(",") == rooms
+    until(lambda: len(request_lines(pair.p)) == len(request_lines(pair.d)) == 2, 20, "the lines of two requests")
+    for index, room in enumerate(rooms):
+        start = f"request id=cmpl-theclientsone-{index} room={room} "
+        (line,) = [line for line in request_lines(pair.d) if start in line]
+        pattern = rf"prefill={pair.address} tokens_in=2 tokens_out=3( [a-z]+_s=\d+\.\d{{3}}){{4}} outcome=length"
+        assert re.search(pattern, line), line
+        assert re.findall(r"([a-z]+)_s=", line) == ["queue", "prefill", "transfer", "decode"]
+        (line,) = [line for line in request_lines(pair.p) if start in line]
+        assert re.search(r"decode=[0-9a-f]{8} tokens_in=2 tokens_out=1 .* outcome=committed", line), line
+        assert re.findall(r"([a-z]+)_s=", line) == ["queue", "prefill", "transfer", "commit"]
+    refused = pair.d.http.post(
+        "/v1/completions", json={"prompt": [20], "max_tokens": 0}, headers={"x-request-id": "bad"}
+    )
+    assert refused.json()["error"]["request_id"] == refused.headers["x-request-id"] == "bad"
+    until(lambda: "request id=bad status=400 outcome=invalid_value" in pair.d.log_tail(), 20, "the refusal's line")
+
+
+def request_lines(node: NodeProcess) -> list[str]:
+    return [line for line in node.log.read_text().splitlines() if " request id=cmpl-" in line]
 
 
 def test_a_prefill_node_that_is_told_to_end_finishes_its_transfers(pair: ProcessPair) -> None:

@@ -36,7 +36,7 @@ from tests.support.pair import (
 )
 
 COMPONENTS = tuple(name for name in LIVE_RULES if name != "draft_swa")
-KNOWN_S = 2.0
+KNOWN_S = 10.0
 """A refusal is known, and answered, within this time; it takes a few round trips."""
 
 

@@ -12,7 +12,7 @@ import soak
 from rich.console import Console
 from soak_client import Choice, End, Outcome, judge
 from soak_nodes import Resources
-from soak_plan import DECK, HARMLESS, Event, Kind, Plan, Question, make_plan
+from soak_plan import DECK, HARMLESS, HOSTILE, Event, Kind, Plan, Question, make_plan
 
 QUESTION = Question("/v1/completions", {"prompt": [1, 2], "max_tokens": 3})
 EXPECTED = Outcome(End.ANSWERED, 200, choices={0: Choice("a b c", ["a", "b", "c"], "length")})
@@ -34,9 +34,9 @@ def test_the_plan_is_a_function_of_the_seed_alone() -> None:
 
 @pytest.mark.parametrize("prefill_nodes", [1, 2])
 def test_a_plan_has_every_disturbance_and_one_role_that_lives_on(prefill_nodes: int) -> None:
-    plan = make_plan(3, 400, prefill_nodes=prefill_nodes)
-    assert plan.n_rooms == 400
-    assert [room.number for episode in plan.episodes for room in episode.rooms] == list(range(400))
+    plan = make_plan(3, 600, prefill_nodes=prefill_nodes)
+    assert plan.n_rooms == 600
+    assert [room.number for episode in plan.episodes for room in episode.rooms] == list(range(600))
     eras = [plan.episodes[i : i + len(DECK)] for i in range(0, len(plan.episodes) - len(DECK), len(DECK))]
     assert len(eras) >= 2
     ended = []
@@ -115,6 +115,12 @@ def test_a_small_soak_finds_nothing(tmp_path: Path) -> None:
     report = run(plan, tmp_path)
     check(report)
     assert max(report.lives.values()) == 2
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_hostile_clients_and_late_messages_harm_nobody(tmp_path: Path) -> None:
+    check(run(of_kinds(make_plan(1, 400), *HOSTILE, Kind.LATE_MESSAGES), tmp_path))
 
 
 @pytest.mark.full

@@ -93,8 +93,20 @@ def texts(events: list[Event], among: Sequence[GenerationRequest]) -> list[list[
     return [tokens_of(events, r.request_id) for r in among]
 
 
-@pytest.mark.parametrize("k", [1, 3, 8])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
+
+
+@pytest.mark.parametrize(
+    ("k", "sampling"),
+    [
+        pytest.param(1, {}, id="greedy-1"),
+        pytest.param(3, {}, id="greedy-3", marks=pytest.mark.full),
+        pytest.param(8, {}, id="greedy-8"),
+        pytest.param(1, SAMPLED, id="sampled-1", marks=pytest.mark.full),
+        pytest.param(3, SAMPLED, id="sampled-3"),
+        pytest.param(8, SAMPLED, id="sampled-8", marks=pytest.mark.full),
+    ],
+)
 def test_drafts_of_the_layer_change_no_token(
     harness: Callable[..., Harness], k: int, sampling: dict[str, object]
 ) -> None:
@@ -147,6 +159,29 @@ def test_stops_cut_inside_an_accepted_run(harness: Callable[..., Harness], monke
     for max_tokens in (1, 2, 4, 7):
         (short,) = requests([30], max_tokens=max_tokens)
         assert texts(harness(5).generate([short]), [short])[0] == answer[:max_tokens]
+
+
+@pytest.mark.parametrize("end", ["stop_token_ids", "stop", "max_tokens"])
+def test_drafts_that_stand_behind_the_end_are_not_counted(
+    harness: Callable[..., Harness], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """All drafts are right, and the answer ends within them: every step counts what it gave out, no more."""
+    (r,) = requests([30])
+    answer = texts(harness(0).generate([r]), [r])[0]
+
+    def propose(runner: ModelRunner, starts: Sequence[ChainStart]) -> list[list[int]]:
+        return [answer[s.start + len(s.next_ids) - 30 + 1 :][: s.n_draft] for s in starts]
+
+    monkeypatch.setattr(engine_module, "propose", propose)
+    one, n_cut = harness(5), 0
+    for last in range(1, 13):
+        token = answer[last]
+        values = {"stop_token_ids": (token,), "stop": (tokenizer.decode([token]) or "none",), "max_tokens": last + 1}
+        (ending,) = requests([30], **{end: values[end]})
+        steps = [e.output for e in one.generate([ending]) if isinstance(e, Output)]
+        assert [o.n_accepted for o in steps] == [len(o.token_ids) - 1 for o in steps]
+        n_cut += 1 <= steps[-1].n_accepted < steps[-1].n_proposed
+    assert n_cut or end == "max_tokens"
 
 
 @pytest.mark.parametrize("cold", [False, True])

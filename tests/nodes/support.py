@@ -56,12 +56,22 @@ from tests.transfer.support import IDENTITY, WINDOW, make_geometry
 
 EOS = 0
 VOCABULARY = 1000
-FAST = Deadlines(peer_s=1.5, ping_s=0.2, reserve_s=3.0, quiesce_s=2.0, probe_s=1.0, transfer_s=3.0, resend_s=0.2)
+FAST = Deadlines(peer_s=2.5, ping_s=0.2, reserve_s=3.0, quiesce_s=2.0, probe_s=1.0, transfer_s=3.0, resend_s=0.2)
 
 
 class FakeTokenizer:
+    """One token for each character. It is its own process."""
+
     vocab_size = VOCABULARY
     eos_token_ids = frozenset({EOS})
+    chars_per_token = 1
+
+    def process(self) -> FakeTokenizer:
+        return self
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
 
     def encode(self, text: str) -> list[int]:
         return [ord(c) % VOCABULARY for c in text]
@@ -71,9 +81,6 @@ class FakeTokenizer:
 
     def token_text(self, token_id: int) -> str:
         return str(token_id)
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
-        return [1]
 
 
 def first_token_of(prompt: tuple[int, ...]) -> int:
@@ -364,7 +371,7 @@ async def pairs(make_transport: Callable[[], TransferEngine] = LoopbackEngine) -
             await pair.stop(started)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0, what: str = "") -> float:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "") -> float:
     """Waits for a condition; the seconds it took."""
     started = time.monotonic()
     while not condition():

@@ -29,7 +29,7 @@ async def failure_of(d: NodeUnderTest) -> RequestFailed:
     started = time.monotonic()
     with pytest.raises(RequestFailed) as caught:
         await answer(d.node, request(270))
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 25.0
     return caught.value
 
 
@@ -51,20 +51,20 @@ async def test_reserve(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     deaf_to(p, Reserve, monkeypatch)
     failure = await failure_of(d)
     assert (failure.status, failure.code) == (504, "deadline")
-    assert "no sign of life in phase reserve for 0." in failure.message
+    assert "no sign of life in phase reserve for " in failure.message
     assert "(deadline 0.5 s)" in failure.message
     monkeypatch.undo()
     await assert_works_again(p, d)
 
 
 async def test_queued_and_prefill(pair: Pair) -> None:
-    p = await pair.prefill(geometry=make_geometry(slots=2), deadlines=replace(FAST, queued_s=0.5, prefill_s=1.0))
+    p = await pair.prefill(geometry=make_geometry(slots=2), deadlines=replace(FAST, queued_s=0.5, prefill_s=4.0))
     d = await pair.decode(p)
     p.engine.gate.clear()
     prefilling = d.node.submit(request(300))
     await until(lambda: p.counts()["slots"]["reserved"] == 1)
-    assert "phase queued on the prefill node: nothing moved for 0." in (await failure_of(d)).message
-    with pytest.raises(RequestFailed, match=r"phase prefill on the prefill node: .* \(deadline 1 s\)") as caught:
+    assert "phase queued on the prefill node: nothing moved for " in (await failure_of(d)).message
+    with pytest.raises(RequestFailed, match=r"phase prefill on the prefill node: .* \(deadline 4 s\)") as caught:
         await prefilling.route()
     assert caught.value.status == 504
     p.engine.gate.set()
@@ -100,7 +100,7 @@ async def test_transfer(pair: Pair) -> None:
     failure = await failure_of(d)
     if failure.code == "transfer_failed":
         assert failure.status == 502
-        assert "the deadline passed after 0." in failure.message
+        assert "the deadline passed after " in failure.message
     else:  # the room's own deadline has the same length, and was seen first
         assert failure.status == 504
         assert "phase transfer on the prefill node" in failure.message

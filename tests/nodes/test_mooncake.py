@@ -142,7 +142,7 @@ async def test_a_killed_prefill_node_fails_its_rooms_and_the_next_one_serves(
     p.signal(signal.SIGKILL)
     with pytest.raises(RequestFailed, match="is gone: nobody listens at"):
         await generation.route()
-    assert time.monotonic() - started < FAST.peer_s + 1.0
+    assert time.monotonic() - started < 5 * FAST.peer_s
     await until(lambda: all_free(d), what="the fence makes the memory free")
     start_prefill(p.port)
     await until(lambda: d.node.server_info()["peers"][0]["state"] == "registered")

@@ -134,6 +134,20 @@ async def test_the_rooms_of_a_node_that_ends_go_to_another(pair: Pair) -> None:
     assert d.metric("pd_retries_total", reason="shutting_down") == 1
 
 
+async def test_a_node_that_ends_says_so_until_it_is_heard(pair: Pair) -> None:
+    """The first words of its end are lost; it must not be taken for a node that fell silent."""
+    lost = ("drop-message:Failed:1", "drop-message:Quiesced:1")
+    first, second = await pair.prefill(faults=lost), await pair.prefill()
+    d = await pair.decode(first, second, deadlines=replace(FAST, peer_s=60.0))
+    first.engine.gate.clear()
+    generation = d.node.submit(request(300))
+    await until(lambda: first.counts()["slots"]["reserved"] == 1)
+    await pair.stop(first)
+    route = await generation.route()
+    assert (route.prefill, route.n_retries) == (address(second), 1)
+    assert d.metric("pd_retries_total", reason="shutting_down") == 1
+
+
 async def test_a_retry_waits_for_memory_but_not_for_a_node_that_is_gone(pair: Pair) -> None:
     """The only slot is in quarantine, as the first node does not answer the abort; then the second node ends."""
     bad, good = await pair.prefill(faults=DROP), await pair.prefill()
@@ -210,7 +224,7 @@ async def test_a_request_behind_one_that_was_given_up_need_not_wait_for_a_third(
     too_long, short = d.node.submit(request(2000)), d.node.submit(request(5))
     assert len(d.node._desk.queue) == 2
     too_long.abort()
-    await until(lambda: not d.node._desk.queue, 2.0)
+    await until(lambda: not d.node._desk.queue)
     occupant.abort()
     d.engine.gate.set()
     assert [t async for o in short for t in o.token_ids] == expected(request(5))
@@ -223,7 +237,7 @@ async def test_a_room_that_is_over_leaves_the_prefill_nodes_queue(pair: Pair) ->
     running, _, last = [d.node.submit(request(20, seed=i)) for i in range(3)]
     await until(lambda: len(p.node._desk.queue) == 2)
     last.abort()
-    await until(lambda: len(p.node._desk.queue) == 1, 2.0)
+    await until(lambda: len(p.node._desk.queue) == 1)
     p.engine.gate.set()
     assert [output async for output in running]
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from bench_data import BenchFailed, Measurement, Stream, decode_rate
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench.py"
 
 

@@ -54,6 +54,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Stage]:
         yield made
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 async def test_detectors_fire_and_a_silent_one_is_told(pair: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(width=200)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,12 +16,15 @@ from pathlib import Path
 
 import pytest
 from process_pair import Pair, Process, StopRequested, StopSignals
+from quickstart import parse_args
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 LAUNCHER = """\
 #!{python}
 import json, os, pathlib, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+pytestmark = pytest.mark.processes
 
 role = {role!r}
 here = pathlib.Path(__file__).parent
@@ -301,6 +305,25 @@ def test_a_taken_port_is_named_before_anything_starts(quickstart: Quickstart, in
     assert f"{purpose} port 127.0.0.1:{quickstart.ports[index]} cannot be used" in output
     assert f"--{purpose}-port" in output
     assert not (quickstart.folder / "prefill.pid").exists()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("prefill", "decode"), ("prefill", "bootstrap"), ("decode", "bootstrap")],
+)
+def test_one_port_for_two_purposes_is_refused(capsys: pytest.CaptureFixture[str], one: str, other: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_args([f"--{one}-port", "7000", f"--{other}-port", "7000"])
+    assert f"--{one}-port and --{other}-port are both 7000" in capsys.readouterr().err
+
+
+def test_the_help_that_needs_no_set_up_has_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        parse_args(["--help"])
+    options = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    shown = subprocess.run([SCRIPTS / "quickstart", "--help"], capture_output=True, text=True, check=True, timeout=30)
+    assert options
+    assert options == set(re.findall(r"^  (--[a-z-]+) ", shown.stdout, re.MULTILINE))
 
 
 def test_a_missing_launcher_is_named(quickstart: Quickstart) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,15 @@ def wait_until_ended(engine: TransferEngine, ticket: Ticket, timeout_s: float = 
             raise TimeoutError(f"piece {ticket} still runs after {timeout_s} s")
         time.sleep(2e-4)
     return status
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Waits for what another thread is about to do."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"still not so after {timeout_s} s")
+        time.sleep(1e-3)
 
 
 def make_job(pieces: list[Piece], *, key: str = "room", batch_id: int = 0, timeout_s: float = 20.0) -> SendJob:

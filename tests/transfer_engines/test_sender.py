@@ -12,7 +12,7 @@ import pytest
 from server.transfer.engines.base import PieceStatus, Ticket
 from server.transfer.engines.loopback import Fault, LoopbackEngine, Submission
 from server.transfer.sender import Piece, Sender, SenderClosed, SendOutcome, SendResult
-from tests.transfer_engines.support import Results, make_job, random_bytes
+from tests.transfer_engines.support import Results, eventually, make_job, random_bytes
 
 NBYTES = 64
 N_PIECES = 400
@@ -49,7 +49,7 @@ class Link:
 def link(results: Results) -> Iterator[Link]:
     link = Link(results)
     yield link
-    assert link.sender.close(1.0)
+    assert link.sender.close(30.0)
 
 
 def test_every_piece_is_applied_and_counted_by_component(link: Link, results: Results) -> None:
@@ -71,11 +71,12 @@ def test_no_more_pieces_are_in_flight_than_allowed(results: Results) -> None:
     link = Link(results, max_in_flight=10)
     link.faults = dict.fromkeys(range(N_PIECES), Fault.HANG)
     link.sender.send(make_job(link.pieces(0, N_PIECES)))
+    eventually(lambda: link.engine.submitted >= 10)
     time.sleep(0.1)
     assert link.engine.submitted == 10
     link.engine.release()
     assert results.next().pieces == N_PIECES
-    assert link.sender.close(1.0)
+    assert link.sender.close(30.0)
 
 
 def test_a_refused_piece_fails_its_batch_by_component_and_leaves_it_quiesced(link: Link, results: Results) -> None:
@@ -131,8 +132,7 @@ def test_rooms_that_are_over_are_not_remembered(link: Link, results: Results) ->
     outcomes = {result.key: result.outcome for result in (results.next() for _ in range(4))}
     assert outcomes["room 2"] is SendOutcome.UNKNOWN
     link.engine.release()
-    time.sleep(0.05)
-    assert not link.sender._rooms
+    eventually(lambda: not link.sender._rooms)
 
 
 def test_a_lost_piece_outweighs_a_refused_one(link: Link, results: Results) -> None:
@@ -155,7 +155,7 @@ def test_the_deadline_answers_at_once_and_the_pieces_are_polled_to_their_end(lin
     started = time.monotonic()
     link.sender.send(make_job(link.pieces(0, 16), timeout_s=0.1))
     result = results.next()
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 10.0
     assert (result.outcome, result.quiesced) == (SendOutcome.UNKNOWN, False)
     assert "deadline" in result.reason
     assert "1 pieces in flight" in result.reason
@@ -178,14 +178,14 @@ def test_cancel_drops_what_is_not_submitted_and_waits_for_what_is(results: Resul
     link = Link(results, max_in_flight=4)
     link.faults = dict.fromkeys(range(4), Fault.HANG)
     link.sender.send(make_job(link.pieces(0, 100)))
-    time.sleep(0.05)
+    eventually(lambda: link.engine.submitted == 4)
     link.sender.cancel("room")
     assert results.none_for(0.1), "four pieces are still in flight"
     link.engine.release()
     result = results.next()
     assert (result.outcome, result.quiesced, result.pieces) == (SendOutcome.CANCELLED, True, 4)
     assert link.applied() == [0, 1, 2, 3]
-    assert link.sender.close(1.0)
+    assert link.sender.close(30.0)
 
 
 def test_cancel_of_one_room_leaves_the_others(results: Results) -> None:
@@ -199,7 +199,7 @@ def test_cancel_of_one_room_leaves_the_others(results: Results) -> None:
     link.engine.release()
     assert {results.next().key, results.next().key} == {"first", "third"}
     assert link.applied() == [*range(100), *range(200, 300)]
-    assert link.sender.close(1.0)
+    assert link.sender.close(30.0)
 
 
 def test_a_cancelled_room_with_a_lost_piece_is_not_quiesced(link: Link, results: Results) -> None:
@@ -278,7 +278,7 @@ def test_an_engine_that_cannot_be_built_fails_the_batch_and_is_tried_again(resul
     assert "no card" in first.reason
     sender.send(make_job(pieces))
     assert results.next().outcome is SendOutcome.APPLIED
-    assert sender.close(1.0)
+    assert sender.close(30.0)
 
 
 def test_a_receiver_of_results_that_raises_does_not_end_the_thread() -> None:
@@ -296,9 +296,9 @@ def test_a_receiver_of_results_that_raises_does_not_end_the_thread() -> None:
     sender.start()
     sender.send(make_job([], batch_id=0))
     sender.send(make_job([], batch_id=1))
-    assert is_done.wait(5.0)
+    assert is_done.wait(30.0)
     assert [result.batch_id for result in link_results] == [0, 1]
-    assert sender.close(1.0)
+    assert sender.close(30.0)
 
 
 def test_close_ends_every_batch_and_takes_no_more(results: Results) -> None:
@@ -306,7 +306,7 @@ def test_close_ends_every_batch_and_takes_no_more(results: Results) -> None:
     link.faults = dict.fromkeys(range(4), Fault.HANG)
     link.sender.send(make_job(link.pieces(0, 100), key="stuck"))
     link.sender.send(make_job(link.pieces(100, 100), key="waiting"))
-    time.sleep(0.05)
+    eventually(lambda: link.engine.submitted == 4)
     assert link.sender.close(0.2)
     by_key = {result.key: result for result in (results.next(), results.next())}
     assert (by_key["waiting"].outcome, by_key["waiting"].quiesced) == (SendOutcome.CANCELLED, True)
@@ -319,6 +319,7 @@ def test_close_ends_every_batch_and_takes_no_more(results: Results) -> None:
 def test_waiting_for_a_piece_does_not_burn_a_core(link: Link, results: Results) -> None:
     link.faults[0] = Fault.HANG
     link.sender.send(make_job(link.pieces(0, 1)))
+    eventually(lambda: link.engine.submitted == 1)
     time.sleep(0.05)
     before = time.process_time()
     time.sleep(0.5)
