@@ -18,7 +18,7 @@ from server.cache.layout import ArenaLayout
 from server.transfer.addresses import is_ipv6, join_address
 from server.transfer.auth import Gatekeeper, Guard
 from server.transfer.connections import CHECK_S, Connections
-from server.transfer.handshake import Wire, end_wire_events, refuses_connections, wire_events
+from server.transfer.handshake import Wire, WireEvent, end_wire_events, refuses_connections, wire_events
 from server.transfer.manifest import PEERS, PROTOCOL_VERSION, Manifest, Mismatch, compare, refusal_label
 from server.transfer.metrics import NodeMetrics
 from server.transfer.outbox import Outbox
@@ -134,7 +134,7 @@ class Bootstrap:
         self._guard.secure_prefill(self._socket)
         self._tasks = [
             asyncio.create_task(self._gatekeeper.run(), name="gatekeeper"),
-            asyncio.create_task(self._watch_handshakes(self._socket), name="bootstrap handshakes"),
+            asyncio.create_task(self._watch_handshakes(wire_events(self._socket)), name="bootstrap handshakes"),
         ]
         if listener is not None:
             listener.setblocking(False)
@@ -269,8 +269,8 @@ class Bootstrap:
         hint = "it has another key" if reason == "key" else "only this machine may connect without --auth-key-file"
         self._quiet.warning(reason, f"did not let a peer at {address} in: {hint}")
 
-    async def _watch_handshakes(self, socket: zmq.asyncio.Socket) -> None:
-        async for told in wire_events(socket):
+    async def _watch_handshakes(self, events: AsyncIterator[WireEvent]) -> None:
+        async for told in events:
             event = told.what
             if event is Wire.CONNECTED:
                 self._connections.opened(told.fd)

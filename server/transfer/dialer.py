@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import zmq
 import zmq.asyncio
@@ -15,7 +15,7 @@ from server.transfer.addresses import is_ipv6, split_address
 from server.transfer.auth import Guard
 from server.transfer.bootstrap import frames_of, post
 from server.transfer.connections import CHECK_S, Connections
-from server.transfer.handshake import Finding, Wire, end_wire_events, look_at, wire_events
+from server.transfer.handshake import Finding, Wire, WireEvent, end_wire_events, look_at, wire_events
 from server.transfer.protocol import MAX_SMALL_FRAME_NBYTES
 from server.transfer.quiet import Quiet
 from server.transfer.rooms import Deadlines
@@ -85,7 +85,7 @@ class Dialer:
         self.socket, self.connected, self.given_up = socket, False, False
         self._connections = Connections(self._port)
         self._tasks = [
-            asyncio.create_task(self._watch(socket), name=f"watch {self.address}"),
+            asyncio.create_task(self._watch(wire_events(socket)), name=f"watch {self.address}"),
             asyncio.create_task(self._receive(socket), name=f"receive {self.address}"),
             asyncio.create_task(self._cut_unfinished(self._connections), name=f"guard {self.address}"),
         ]
@@ -142,9 +142,9 @@ class Dialer:
                 return
             await asyncio.sleep(_LOST_LOOK_AGAIN_S)
 
-    async def _watch(self, socket: zmq.asyncio.Socket) -> None:
+    async def _watch(self, events: AsyncIterator[WireEvent]) -> None:
         connections = self._connections
-        async for told in wire_events(socket):
+        async for told in events:
             match told.what:
                 case Wire.CONNECTED:
                     connections.opened(told.fd)

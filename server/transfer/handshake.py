@@ -66,9 +66,15 @@ _EVENTS = {
 }
 
 
-async def wire_events(watched: zmq.asyncio.Socket) -> AsyncIterator[WireEvent]:
-    """Everything that happens to the socket's connections, until :func:`end_wire_events`."""
-    monitor = watched.get_monitor_socket(sum(_EVENTS))
+def wire_events(watched: zmq.asyncio.Socket) -> AsyncIterator[WireEvent]:
+    """Everything that happens to the socket's connections from this call on, until :func:`end_wire_events`.
+
+    To be called before the socket binds or connects.
+    """
+    return _events_of(watched.get_monitor_socket(sum(_EVENTS)))
+
+
+async def _events_of(monitor: zmq.asyncio.Socket) -> AsyncIterator[WireEvent]:
     try:
         while True:
             told = parse_monitor_message(await monitor.recv_multipart())

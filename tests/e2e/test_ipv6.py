@@ -29,3 +29,5 @@ def test_every_address_may_be_ipv6(tmp_path: Path) -> None:
         ready = pair.d.http.get("/ready").json()
         assert ready["reason"] == f"prefill {pair.address}: probe transfer ok over mooncake/tcp6"
         assert re.search(r"transfer endpoint \[::1\]:\d+", pair.p.log.read_text())
+        for node in (pair.p, pair.d):
+            assert f"node serves {node.url}" in node.log.read_text()
