@@ -68,6 +68,8 @@ class _Stream:
     times_s: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
+    pd: dict[str, str] = field(default_factory=dict)
+    """What the head of the stream could not say yet, if it went out before the prompt was computed."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,8 @@ async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str | list[
         text="".join(stream.texts),
         error=error,
         finish_reason=stream.finish_reason,
-        prefill=headers.get("x-pd-prefill") if headers else None,
-        room=headers.get("x-pd-room") if headers else None,
+        prefill=stream.pd.get("prefill") or (headers.get("x-pd-prefill") if headers else None),
+        room=stream.pd.get("room") or (headers.get("x-pd-room") if headers else None),
         prompt_tokens=int(stream.usage.get("prompt_tokens") or 0),
         completion_tokens=int(stream.usage.get("completion_tokens") or len(stream.times_s)),
         draft_steps=int(drafts.get("draft_steps") or 0),
@@ -204,6 +206,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 def _take(stream: _Stream, event: dict[str, Any], now_s: float) -> None:
     stream.usage = event.get("usage") or stream.usage
+    stream.pd = event.get("pd") or stream.pd
     for choice in event.get("choices") or []:
         text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
         stream.finish_reason = choice.get("finish_reason") or stream.finish_reason

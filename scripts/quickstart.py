@@ -131,25 +131,26 @@ def ask(client: httpx.Client, decode_url: str, prompt: str) -> Proof:
     started = time.perf_counter()
     ttft_s = None
     usage: dict[str, Any] = {}
+    pd: dict[str, str] = {}
     with client.stream("POST", f"{decode_url}/v1/completions", json=body, timeout=ANSWER_TIMEOUT_S) as response:
         if not response.is_success:
             raise PairFailed(f"the question was refused: HTTP {response.status_code} {response.read().decode()[:500]}")
         for event in events(response):
-            usage = event.get("usage") or usage
+            usage, pd = event.get("usage") or usage, event.get("pd") or pd
             for choice in event["choices"]:
                 if choice["text"]:
                     ttft_s = ttft_s or time.perf_counter() - started
                     print(choice["text"], end="", flush=True)
     print()
     after = transfer_bytes(client, decode_url)
-    prefill = response.headers.get("x-pd-prefill")
+    prefill = pd.get("prefill", response.headers.get("x-pd-prefill"))
     nbytes = {name: n - before.get(name, 0) for name, n in after.items()}
     if prefill in (None, "local") or not any(nbytes.values()):
-        raise PairFailed(f"no proof: x-pd-prefill is {prefill}, bytes moved by component: {nbytes}")
+        raise PairFailed(f"no proof: the prefill node is {prefill}, bytes moved by component: {nbytes}")
     drafts = usage.get("completion_tokens_details")
     return Proof(
         prefill=prefill,
-        room=response.headers.get("x-pd-room", "(not named)"),
+        room=pd.get("room", response.headers.get("x-pd-room", "(not named)")),
         nbytes=nbytes,
         ttft_s=ttft_s if ttft_s is not None else time.perf_counter() - started,
         prompt_tokens=usage.get("prompt_tokens", 0),

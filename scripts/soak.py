@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import sys
 import tempfile
 import time
@@ -37,8 +36,8 @@ SETTLE_S = 40.0
 room of a dead peer.
 """
 ORACLE_TIMEOUT_S = 300.0
-EXECUTOR_THREADS = min(32, (os.cpu_count() or 1) + 4)
-"""asyncio's pool for blocking calls grows to this many threads as it is used, and keeps them."""
+EXECUTOR_THREADS = 12
+"""So many threads a node's pools for blocking calls (verify, fence, tokenize ...) may have made, and keep."""
 WARM_UP = Question("/v1/completions", {"prompt": list(range(10, 80)), "max_tokens": 3, "n": 4, "temperature": 0})
 """Asked of every new life before its resources are counted."""
 

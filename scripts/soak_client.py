@@ -70,6 +70,7 @@ class Outcome:
     seconds: float = 0.0
 
     def add(self, body: dict[str, Any]) -> None:
+        self.prefill = (body.get("pd") or {}).get("prefill", self.prefill)
         for choice in body["choices"]:
             self.choices.setdefault(choice["index"], Choice()).add(choice)
 

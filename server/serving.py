@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import signal
@@ -25,6 +26,7 @@ from server.engine.events import Event
 from server.engine.request import Backend
 from server.launch import END_SIGNALS, Groundwork
 from server.node.ports import url_of
+from server.threads import call_in_thread
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +84,9 @@ async def serve(
     ground.inbox.attach(engine)
     server, signals = _Server(_http_config(node, ground)), _Signals()
     async with _running(node, engine):
+        # What is loaded stays: a full collection, which any large request brings on, would hold the event loop for a
+        # quarter of a second to look at it all again.
+        gc.freeze()
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
         await _until(lambda: server.started or serving.done())
         if server.started:
@@ -151,7 +156,7 @@ async def _running(node: Node, engine: Engine) -> AsyncIterator[None]:
         yield
     finally:
         await node.stop()
-        await asyncio.to_thread(engine.stop)
+        await call_in_thread("stop engine", engine.stop)
 
 
 async def _drain(node: Node, signals: _Signals, timeout_s: float) -> None:

@@ -19,10 +19,24 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.cache": ("server.cache",),
     "server.engine": ("server.engine", "server.model", "server.cache"),
     "server.transfer": ("server.transfer", "server.cache"),
-    "server.api": ("server.api", "server.engine.request"),
+    "server.api": ("server.api", "server.engine.request", "server.threads"),
     "server.node": ("server.node", "server.engine", "server.transfer", "server.cache"),
-    "server.prefill": ("server.prefill", "server.node", "server.engine", "server.transfer", "server.cache"),
-    "server.decode": ("server.decode", "server.node", "server.engine", "server.transfer", "server.cache"),
+    "server.prefill": (
+        "server.prefill",
+        "server.node",
+        "server.engine",
+        "server.transfer",
+        "server.cache",
+        "server.threads",
+    ),
+    "server.decode": (
+        "server.decode",
+        "server.node",
+        "server.engine",
+        "server.transfer",
+        "server.cache",
+        "server.threads",
+    ),
 }
 """What each package may import of ours. Plain modules of server/ may import nothing of ours but ``server`` itself."""
 
@@ -216,6 +230,32 @@ def test_right_imports_are_not_reported(tmp_path: Path) -> None:
 def test_a_socket_behind_another_module_is_found(tmp_path: Path) -> None:
     tree(tmp_path, {"server/model/network.py": "from server.cache import specs", "server/cache/specs.py": "import zmq"})
     assert "server.model.network -> server.cache.specs -> zmq" in violations(tmp_path)
+
+
+def calls_into_the_shared_pool(root: Path) -> list[str]:
+    """Every call in server/ under ``root`` that would wait in asyncio's own pool, as ``module:line``."""
+    found = []
+    for module, path in modules(root).items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            first = node.args[0] if node.args else None
+            without_pool = name == "run_in_executor" and isinstance(first, ast.Constant) and first.value is None
+            if name == "to_thread" or without_pool:
+                found.append(f"{module}:{node.lineno} calls {name}")
+    return found
+
+
+def test_nothing_waits_in_the_pool_that_everything_shares() -> None:
+    assert calls_into_the_shared_pool(ROOT) == []
+
+
+@pytest.mark.parametrize("code", ["asyncio.to_thread(f)", "to_thread(f)", "loop.run_in_executor(None, f)"])
+def test_a_call_into_the_shared_pool_is_reported(tmp_path: Path, code: str) -> None:
+    tree(tmp_path, {"server/api/routes.py": f"async def g(loop, f):\n    await {code}"})
+    [line] = calls_into_the_shared_pool(tmp_path)
+    assert line.startswith("server.api.routes:2 ")
 
 
 def tree(root: Path, files: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""How many drafted tokens stand: the bundled questions through the real engine, in this process."""
+"""How many drafted tokens are accepted: the bundled questions through the real engine, in this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE_SIZE, N_PAGES, N_RUNNING = 256, 6, 8
 
 @dataclass(frozen=True)
 class Acceptance:
-    """`steps` holds how many of its drafted tokens stood for every engine step that drafted all k."""
+    """`steps` holds how many of its drafted tokens were accepted for every engine step that drafted all k."""
 
     k: int
     steps: tuple[int, ...]
@@ -38,7 +38,7 @@ class Acceptance:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """For each drafted token of a step, how often it and all before it stand."""
+        """How often at least 1, 2, ... drafted tokens of a step are accepted."""
         return tuple(sum(n > i for n in self.steps) / len(self.steps) for i in range(self.k))
 
 

@@ -44,7 +44,7 @@ def draft(
     results = []
     for k in range(1, MOST_DRAFTED + 1):
         results.append(measure(checkpoint, ASSETS / "tiny-gsm8k", k, n_questions, threads))
-        console.print(f"{k} drafted: mean accept length {results[-1].mean_length:.3f}, standing {_shares(results[-1])}")
+        console.print(f"{k} drafted: mean accept length {results[-1].mean_length:.3f}, accepted {_shares(results[-1])}")
     write_section(checkpoint / "README.md", section(trainer, results, n_questions))
 
 
@@ -57,10 +57,10 @@ on two shared CPU cores after the target had read the documents, seed {seed}. A 
 
     python scripts/train_tiny.py draft
 
-Accept length (1 + accepted drafts of a step) on the first {n_questions} problems of `tiny-gsm8k/test.jsonl`, 4-shot,
-greedy, through the engine:
+Accept length (tokens that a step gives out: 1 + accepted drafts) on the first {n_questions} problems of
+`tiny-gsm8k/test.jsonl`, 4-shot, greedy, through the engine:
 
-| drafted tokens | mean accept length | share of steps in which the 1st, 2nd, ... stand |
+| drafted tokens | mean accept length | share of steps with at least 1, 2, ... accepted drafts |
 |---|---|---|
 {results}
 

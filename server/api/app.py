@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CollectorRegistry
 
+from server.api.bodies import bounded_route
 from server.api.chat import chat_router
 from server.api.completions import completions_router
 from server.api.errors import install_error_handlers
 from server.api.info import info_router, models_router
+from server.api.lanes import Lane, LaneLimits
 from server.api.middleware import ApiKey, HeadAsGet, ResponseCount, WholeBody
 from server.api.request_id import RequestId
+from server.api.streaming import StreamTimes
+from server.api.tokenizing import PromptReader
 from server.engine.request import Backend
+
+BODIES = LaneLimits(max_waiting=256)
 
 
 def create_app(
@@ -24,6 +32,7 @@ def create_app(
     version: str = "0.1.0",
     api_key: str | None = None,
     cors_origins: Sequence[str] = (),
+    stream_times: StreamTimes = StreamTimes(),  # noqa: B008 - frozen
 ) -> FastAPI:
     """The routes for ``backend``. Those of a prefill node are the same; it refuses requests that name no room.
 
@@ -31,13 +40,26 @@ def create_app(
     ``api_key`` is what clients must send, if any. Browsers may use it from pages of ``cors_origins`` (``*``: of any).
     What a client may cost is limited below the app, see :mod:`server.api.http_protocol`.
     """
+    bodies = Lane("read body", BODIES)
+    reader = PromptReader(backend.tokenizer, lambda: backend.max_context)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        starting = asyncio.create_task(reader.start(), name="start tokenizing")
+        yield
+        await starting
+        await reader.close()
+        bodies.close()
+
     app = FastAPI(
         title="dsv4-pd-server",
         version=version,
+        lifespan=lifespan,
         docs_url=None,  # the pages of FastAPI load their scripts from the internet
         redoc_url=None,
         responses={"4XX": {"description": "The request's fault"}, "5XX": {"description": "The server's fault"}},
     )
+    app.state.stream_times = stream_times
     install_error_handlers(app)
     app.add_middleware(WholeBody)
     if api_key is not None:
@@ -53,8 +75,9 @@ def create_app(
             expose_headers=["*"],
         )
     app.add_middleware(RequestId)
+    route_class = bounded_route(bodies, lambda: backend.max_context)
     app.include_router(info_router(backend, registry))
     app.include_router(models_router(backend))
-    app.include_router(completions_router(backend))
-    app.include_router(chat_router(backend))
+    app.include_router(completions_router(backend, reader, route_class))
+    app.include_router(chat_router(backend, reader, route_class))
     return app

@@ -6,36 +6,42 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
 
+from server.api.bodies import body_nbytes
 from server.api.errors import InvalidRequest
 from server.api.fields import ignored_fields, ignored_header
 from server.api.generations import Answer
 from server.api.logprobs import chat_entry
 from server.api.schemas import ChatCompletionRequest
-from server.api.serving import check_model, serve
-from server.api.tokenizing import encode_chat
+from server.api.serving import check_model, check_shape, serve
+from server.api.streaming import until_disconnect
+from server.api.tokenizing import PromptReader
 from server.engine.request import Backend, TokenizerLike, TokenLogprob, TokenOutput
 
 _CALLS = frozenset({"tool_calls", "tool_call_id", "function_call"})
 """What an assistant did instead of saying something; a conversation without it is another one."""
 
 
-def chat_router(backend: Backend) -> APIRouter:
-    router = APIRouter()
+def chat_router(backend: Backend, reader: PromptReader, route_class: type[APIRoute]) -> APIRouter:
+    """``route_class`` bounds the body; see :func:`~server.api.bodies.bounded_route`."""
+    router = APIRouter(route_class=route_class)
 
     @router.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation, spelt by the model directory's own chat template."""
         check_model(backend, body.model)
+        check_shape(backend, body, 1)
         ignored = [*body.ignored, *fields_without_effect(body, backend.tokenizer.template_reads)]
         check_roles(body, backend.tokenizer)
         messages = [message.for_template() for message in body.messages]
-        prompt = await encode_chat(
-            backend.tokenizer,
+        chat = reader.read_chat(
             messages,
+            body.chat_template_kwargs or {},
             add_generation_prompt=body.add_generation_prompt,
-            **(body.chat_template_kwargs or {}),
+            body_nbytes=body_nbytes(request),
         )
+        prompt = await until_disconnect(request.receive, chat)
         writer = ChatWriter(backend.tokenizer)
         response = await serve(request, backend, body, [prompt], writer, prompt_field="messages")
         response.headers.update(ignored_header(ignored))

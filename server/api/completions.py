@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
 
 from server.api.fields import ignored_header
 from server.api.generations import Answer
 from server.api.logprobs import finite, token_key
 from server.api.schemas import CompletionRequest
-from server.api.serving import check_model, check_token_id, serve
-from server.api.tokenizing import encode
+from server.api.serving import check_model, check_shape, serve
+from server.api.streaming import until_disconnect
+from server.api.tokenizing import PromptReader
 from server.engine.request import Backend, TokenizerLike, TokenLogprob, TokenOutput
 
+_REPLACEMENT = "\ufffd"
 
-def completions_router(backend: Backend) -> APIRouter:
-    router = APIRouter()
+
+def completions_router(backend: Backend, reader: PromptReader, route_class: type[APIRoute]) -> APIRouter:
+    """``route_class`` bounds the body; see :func:`~server.api.bodies.bounded_route`."""
+    router = APIRouter(route_class=route_class)
 
     @router.post("/v1/completions", response_model=None)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues each prompt."""
         check_model(backend, body.model)
-        prompts = []
-        for prompt in body.prompt:
-            if isinstance(prompt, str):
-                prompts.append(await encode(backend.tokenizer, prompt))
-            else:
-                for token_id in prompt:
-                    check_token_id(backend, token_id, "prompt")
-                prompts.append(prompt)
-        writer = CompletionWriter(backend.tokenizer, _echoes(body, backend.tokenizer))
+        check_shape(backend, body, len(body.prompt))
+        prompts = await until_disconnect(request.receive, reader.read(body.prompt, "prompt"))
+        echoes = await until_disconnect(request.receive, _echoes(body, prompts, reader))
+        writer = CompletionWriter(backend.tokenizer, echoes)
         response = await serve(request, backend, body, prompts, writer, prompt_field="prompt")
         response.headers.update(ignored_header(body.ignored))
         return response
@@ -39,12 +40,38 @@ def completions_router(backend: Backend) -> APIRouter:
     return router
 
 
-def _echoes(body: CompletionRequest, tokenizer: TokenizerLike) -> list[str]:
+async def _echoes(body: CompletionRequest, prompts: Sequence[list[int]], reader: PromptReader) -> list[Echo]:
     """For every generation the text that its answer begins with."""
     if not body.echo:
-        return [""] * (len(body.prompt) * body.n_samples)
-    texts = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in body.prompt]
-    return [text for text in texts for _ in range(body.n_samples)]
+        return [Echo() for _ in range(len(body.prompt) * body.n_samples)]
+    decoded = iter(await reader.decode([ids for ids, given in zip(prompts, body.prompt, strict=True) if ids is given]))
+    echoes = [Echo(given) if isinstance(given, str) else Echo.of_ids(next(decoded)) for given in body.prompt]
+    return [replace(echo) for echo in echoes for _ in range(body.n_samples)]
+
+
+@dataclass
+class Echo:
+    """The prompt's text before an answer. Token ids may end inside a character: ``tail`` is the U+FFFD in its place. It
+    is dropped if the answer finishes that character.
+    """
+
+    text: str = ""
+    tail: str = ""
+    n_chars: int = 0
+    """Given out so far."""
+
+    @classmethod
+    def of_ids(cls, text: str) -> Echo:
+        return cls(text[:-1], _REPLACEMENT) if text.endswith(_REPLACEMENT) else cls(text)
+
+    def take(self, output: TokenOutput | Answer) -> str:
+        """What of it goes before ``output``: once, and the tail when the answer's first text or its end is there."""
+        text, self.text = self.text, ""
+        if output.text or output.finish_reason is not None:
+            text += "" if output.completes_prompt else self.tail
+            self.tail = ""
+        self.n_chars += len(text)
+        return text
 
 
 class CompletionWriter:
@@ -54,23 +81,21 @@ class CompletionWriter:
     object_name = "text_completion"
     chunk_object_name = "text_completion"
 
-    def __init__(self, tokenizer: TokenizerLike, echoes: Sequence[str]) -> None:
+    def __init__(self, tokenizer: TokenizerLike, echoes: Sequence[Echo]) -> None:
         self._tokenizer = tokenizer
-        self._echoes = list(echoes)
-        self._offsets = [0] * len(echoes)
+        self._echoes = echoes
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         return {
             "index": index,
-            "text": self._echoes[index] + answer.text,
+            "text": self._echoes[index].take(answer) + answer.text,
             "logprobs": self._logprobs(index, answer.logprobs),
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
 
     def chunk_choices(self, index: int, output: TokenOutput) -> list[dict[str, Any]]:
-        echo, self._echoes[index] = self._echoes[index], ""
-        text = echo + output.text
+        text = self._echoes[index].take(output) + output.text
         if not text and not output.logprobs and output.finish_reason is None:
             return []
         choice = {
@@ -85,16 +110,12 @@ class CompletionWriter:
     def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not entries:
             return None
-        tokens = [token_key(self._tokenizer, entry.token_id) for entry in entries]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(token)
+        start = self._echoes[index].n_chars
         return {
-            "tokens": tokens,
+            "tokens": [token_key(self._tokenizer, entry.token_id) for entry in entries],
             "token_logprobs": [finite(entry.logprob) for entry in entries],
             "top_logprobs": [self._top(entry) for entry in entries] if any(entry.top for entry in entries) else None,
-            "text_offset": offsets,
+            "text_offset": [start + entry.text_offset for entry in entries],
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -66,16 +66,21 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    completes_prompt: bool = False
 
     def add(self, output: TokenOutput) -> None:
         self.text += output.text
+        self.completes_prompt |= output.completes_prompt
         self.logprobs.extend(output.logprobs)
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
 
 
 class Generations:
-    """One or more running generations. :meth:`abort` must be called when the request is over, whatever has happened."""
+    """One or more running generations. :meth:`abort` must be called when the request is over, whatever has happened.
+
+    What a client is slow to read waits in each generation: at most its whole answer, while the connection lasts.
+    """
 
     def __init__(self, backend: Backend, requests: Sequence[GenerationRequest]) -> None:
         """Submits all of ``requests``, or none if one of them is refused.
@@ -83,6 +88,7 @@ class Generations:
         :raises RequestFailed: the backend's refusal.
         """
         self._open: dict[int, Generation] = {}
+        self._routes: list[RouteInfo | None] = [None] * len(requests)
         try:
             for index, request in enumerate(requests):
                 self._open[index] = _submit(backend, request)
@@ -97,38 +103,67 @@ class Generations:
         while self._open:
             self._open.popitem()[1].abort()
 
-    async def routes(self) -> list[RouteInfo]:
-        """Waits until every prompt is computed and committed here. Raises the first :class:`RequestFailed`."""
-        async with _cancelled_at_the_end([g.route() for g in self._open.values()]) as tasks:
-            return await asyncio.gather(*tasks)
+    @property
+    def routes(self) -> list[RouteInfo] | None:
+        """Who computed each prompt; None while one of them is not committed here, as far as :meth:`outputs` knows."""
+        known = [route for route in self._routes if route is not None]
+        return known if len(known) == len(self._routes) else None
 
     async def outputs(self) -> AsyncGenerator[tuple[int, TokenOutput]]:
         """Every generation's outputs with its index, as they come, until all have ended. Close it after use.
 
         :raises RequestFailed: one of them failed, was aborted, or stopped without a finish reason.
         """
-        queue: asyncio.Queue[tuple[int, TokenOutput] | BaseException | None] = asyncio.Queue(maxsize=len(self._open))
+        async with aclosing(self.outputs_and_pauses(None, None)) as items:
+            async for item in items:
+                if item is not None:
+                    yield item
+
+    async def outputs_and_pauses(
+        self, first_s: float | None, then_s: float | None
+    ) -> AsyncGenerator[tuple[int, TokenOutput] | None]:
+        """Like :meth:`outputs`, with None whenever nothing has come for ``then_s`` seconds (at the beginning: for
+        ``first_s``).
+        """
+        queue: asyncio.Queue[tuple[int, TokenOutput | Exception | None]] = asyncio.Queue(maxsize=len(self._open))
 
         async def follow(index: int, generation: Generation) -> None:
             try:
+                self._routes[index] = await generation.route()
                 async for output in _to_the_end(generation):
                     await queue.put((index, output))
-                await queue.put(None)
+                await queue.put((index, None))
             except Exception as error:  # noqa: BLE001 - raised again by the reader below
-                await queue.put(error)
+                await queue.put((index, error))
 
-        n_running = len(self._open)
+        n_running, patience_s = len(self._open), first_s
         async with _cancelled_at_the_end([follow(index, generation) for index, generation in self._open.items()]):
             while n_running:
-                item = await queue.get()
-                if item is None:
+                found = await _within(patience_s, queue)
+                patience_s = then_s
+                if found is None:
+                    yield None
+                    continue
+                index, output = found
+                if isinstance(output, Exception):
+                    raise output
+                if output is None:
                     n_running -= 1
-                elif isinstance(item, BaseException):
-                    raise item
-                else:
-                    if item[1].finish_reason is not None:
-                        self._open.pop(item[0], None)
-                    yield item
+                    continue
+                if output.finish_reason is not None:
+                    self._open.pop(index, None)
+                yield index, output
+
+
+async def _within(seconds: float | None, queue: asyncio.Queue[T]) -> T | None:
+    """The queue's next item; None if nothing comes within ``seconds`` (None: waits for ever)."""
+    if seconds is None or not queue.empty():
+        return await queue.get()
+    try:
+        async with asyncio.timeout(seconds):
+            return await queue.get()
+    except TimeoutError:
+        return None
 
 
 def _submit(backend: Backend, request: GenerationRequest) -> Generation:

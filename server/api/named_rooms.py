@@ -7,6 +7,7 @@ prompt share a room, each but the first gets another one, which both nodes deriv
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
@@ -46,10 +47,15 @@ def _one_or_list(check: Callable[[Any], T], schema: dict[str, Any]) -> Any:
 def _integer(value: Any, what: str, smallest: int, largest: int) -> int:
     """``value`` if it is an integer in range. A float never is: above 2^53 it would name another room."""
     if type(value) is not int:
-        raise ValueError(f"{value!r:.60} is not an integer: {what} is one from {smallest} to {largest}")
+        raise ValueError(f"{_shown(value)} is not an integer: {what} is one from {smallest} to {largest}")
     if not smallest <= value <= largest:
-        raise ValueError(f"{what} must be from {smallest} to {largest}, got {value!r:.60}")
+        raise ValueError(f"{what} must be from {smallest} to {largest}, got {_shown(value)}")
     return value
+
+
+def _shown(value: Any) -> str:
+    """What a client sent, for a message; the cost does not follow its size."""
+    return reprlib.repr(value)[:60]
 
 
 def _room(value: Any) -> int:
@@ -62,7 +68,7 @@ def _port(value: Any) -> int:
 
 def _host(value: Any) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= _MAX_HOST_CHARS or not value.isprintable():
-        raise ValueError(f"{value!r:.60} is not the name or address of a host")
+        raise ValueError(f"{_shown(value)} is not the name or address of a host")
     return value
 
 

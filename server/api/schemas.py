@@ -5,6 +5,7 @@ What becomes of all others, and which of them the answer names as ignored, is de
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
@@ -29,12 +30,13 @@ from server.api.fields import (
     ignored_fields,
     refuse_unsupported,
 )
-from server.api.named_rooms import Hosts, Ports, Rooms
+from server.api.named_rooms import MAX_GENERATIONS, Hosts, Ports, Rooms
 from server.engine.request import MAX_LOGPROBS, SamplingParams
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SAMPLES = 128
+MAX_STOP_CHARS = 4096
 MAX_MESSAGES = 4096
 _INT64 = 1 << 63
 
@@ -102,6 +104,8 @@ class GenerationFields(BaseModel):
         for text in [stop] if isinstance(stop, str) else stop or ():
             if not text:
                 raise ValueError("a stop string must not be empty")
+            if len(text) > MAX_STOP_CHARS:
+                raise ValueError(f"a stop string has {len(text)} characters: at most {MAX_STOP_CHARS} are allowed")
             if any("\ud800" <= char <= "\udfff" for char in text):
                 raise ValueError("a stop string has a lone surrogate: it is not Unicode")
         return stop
@@ -205,7 +209,9 @@ class ChatMessage(BaseModel):
     def _text_only(cls, content: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]] | None:
         for part in content if isinstance(content, list) else ():
             if part.get("type") != "text":
-                raise ValueError(f"content parts of type {part.get('type')!r} are not supported: only text is")
+                raise ValueError(
+                    f"content parts of type {reprlib.repr(part.get('type'))} are not supported: only text is"
+                )
             if not isinstance(part.get("text"), str):
                 raise ValueError("a text part needs a string in its text field")
         return content
@@ -213,7 +219,7 @@ class ChatMessage(BaseModel):
     @model_validator(mode="after")
     def _check_content(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
-            raise ValueError(f"a message of role {self.role!r} needs a content")
+            raise ValueError(f"a message of role {reprlib.repr(self.role)} needs a content")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -229,7 +235,7 @@ class ChatCompletionRequest(GenerationFields):
 
     refused = REFUSED_IN_CHAT
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -257,6 +263,8 @@ class ChatCompletionRequest(GenerationFields):
 def parse_prompts(value: Any) -> list[Prompt]:
     """The prompts of a completion request: a string, a list of strings, token ids, or a list of lists of token ids.
 
+    The ids themselves are not looked at here: whoever knows the context and the vocabulary does, after their number.
+
     :raises ValueError: says which element is wrong.
     """
     if isinstance(value, str):
@@ -266,7 +274,9 @@ def parse_prompts(value: Any) -> list[Prompt]:
     if not value:
         raise ValueError("the prompt is empty: it must have at least one token")
     if type(value[0]) is int:
-        return [_token_ids(value, "")]
+        return [value]
+    if len(value) > MAX_GENERATIONS:
+        raise ValueError(f"the list has {len(value)} prompts: at most {MAX_GENERATIONS} are allowed")
     if isinstance(value[0], str):
         for i, text in enumerate(value):
             if not isinstance(text, str):
@@ -280,7 +290,4 @@ def _token_ids(ids: Any, which: str) -> list[int]:
         raise ValueError(f"element{which} is neither a string nor a list of token ids")
     if not ids:
         raise ValueError(f"prompt{which} is empty: it must have at least one token")
-    for position, token_id in enumerate(ids):
-        if type(token_id) is not int:
-            raise ValueError(f"element {position} of prompt{which} is not an integer token id")
     return ids

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import struct
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import xxhash
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
@@ -16,18 +19,20 @@ from server.api.generations import Answer, Generations, Usage
 from server.api.named_rooms import MAX_GENERATIONS, named_rooms
 from server.api.request_id import request_id
 from server.api.schemas import GenerationFields
-from server.api.streaming import EventStream, until_disconnect
+from server.api.streaming import EventStream, StreamTimes, until_disconnect
 from server.engine.request import (
     PREFILL_ROLE,
     Backend,
+    FinishReason,
     GenerationRequest,
+    NamedRoom,
     RequestFailed,
     RouteInfo,
     SamplingParams,
     TokenOutput,
 )
 
-_INT64 = 1 << 63
+T = TypeVar("T")
 
 
 class ChoiceWriter(Protocol):
@@ -86,60 +91,92 @@ async def serve(
 ) -> Response:
     """Generates ``n`` samples for each of ``prompts`` (token ids) and answers whole or as a stream.
 
-    The head of the answer waits until every prompt is computed and committed on this node: its headers name the prefill
-    node and the rooms, and what fails until then is a status code. Only a stream whose room a router named, on a decode
-    node, fails as an error event: routers cut short the body of any other status.
+    The headers of the answer name the prefill node and the rooms. What fails before the head is out is a status code:
+    a stream's head waits for the first token of any sample, but not for long (:class:`~.streaming.StreamTimes`). If a
+    prompt is still not committed then, the headers say nothing of it. A stream's last chunk tells what headers can, in
+    ``pd``. Only a stream whose room a router named, on a decode node, always fails as an error event: routers cut short
+    the body of any other status.
+
+    A prefill node's stream has an end when its head has to go out, with the tokens that there are: routers read it to
+    its end before they relay anything of the decode node's, and the rooms go on without it.
     """
     envelope = Envelope(id=f"{writer.id_prefix}{request_id()}", created=int(time.time()), model=backend.model_name)
     requests = _requests(backend, body, prompts, envelope.id, prompt_field)
     usage = Usage(prompt_tokens=sum(len(ids) for ids in prompts))
     generations = Generations(backend, requests)
-    is_routed_stream = bool(body.stream) and requests[0].named is not None and backend.role != PREFILL_ROLE
+    is_at_prefill = backend.role == PREFILL_ROLE
     try:
-        headers = _route_headers(await until_disconnect(request.receive, generations.routes()))
         if body.stream:
-            chunks = _chunks(generations, body, writer, envelope, usage)
-            return EventStream(chunks, headers=headers, on_end=generations.abort)
+            times: StreamTimes = request.app.state.stream_times
+            items, on_end = generations.outputs_and_pauses(times.head_s, times.comment_s), generations.abort
+            if is_at_prefill:
+                items, on_end = _first_tokens(generations, len(requests), times.head_s), _nothing
+            first = await until_disconnect(request.receive, anext(items))
+            headers = _route_headers(generations.routes)
+            chunks = Chunks(generations, len(requests), body, writer, envelope, usage, times.comment_s)
+            return EventStream(chunks.made_of(first, items), headers=headers, on_end=on_end)
         answers = await until_disconnect(request.receive, _collect(generations, len(requests), usage))
     except RequestFailed as failure:
         generations.abort()
-        if not is_routed_stream:
+        if not body.stream or requests[0].named is None or is_at_prefill:
             raise
         return EventStream(_only(failure), headers={}, on_end=generations.abort)
     except BaseException:
         generations.abort()
         raise
+    headers = _route_headers(generations.routes)
     choices = [writer.choice(index, answer) for index, answer in enumerate(answers)]
     content = envelope.wrap(writer.object_name, choices) | {"usage": usage.as_dict(), "pd": pd_object(headers)}
     return JSONResponse(content, headers=headers)
 
 
-def _requests(
-    backend: Backend, body: GenerationFields, prompts: Sequence[Sequence[int]], response_id: str, prompt_field: str
-) -> list[GenerationRequest]:
-    """One request for every sample of every prompt, samples of one prompt side by side. Sample i has seed + i."""
-    n_generations = len(prompts) * body.n_samples
+def check_shape(backend: Backend, body: GenerationFields, n_prompts: int) -> list[NamedRoom | None]:
+    """Checks how many generations there are and where they may run, which costs nothing, and returns their rooms.
+
+    It comes before anything that looks at the prompts: a prefill node may not even read a request without a room.
+
+    :raises InvalidRequest: names the field that is wrong.
+    """
+    n_generations = n_prompts * body.n_samples
     if n_generations > MAX_GENERATIONS:
         raise InvalidRequest("n", f"{n_generations} generations (prompts times n) are more than {MAX_GENERATIONS}.")
     for token_id in body.stop_token_ids or ():
         check_token_id(backend, token_id, "stop_token_ids")
-    rooms = named_rooms(
+    return named_rooms(
         body.bootstrap_host,
         body.bootstrap_port,
         body.bootstrap_room,
-        n_prompts=len(prompts),
+        n_prompts=n_prompts,
         n_samples=body.n_samples,
         on_prefill=backend.role == PREFILL_ROLE,
     )
+
+
+def _requests(
+    backend: Backend, body: GenerationFields, prompts: Sequence[Sequence[int]], response_id: str, prompt_field: str
+) -> list[GenerationRequest]:
+    """One request for every sample of every prompt, samples of one prompt side by side."""
+    rooms = check_shape(backend, body, len(prompts))
     requests: list[GenerationRequest] = []
     for ids in prompts:
         sampling = _fit_context(backend, body, len(ids), prompt_field)
+        prompt_ids = tuple(ids)  # one for all samples
         for sample in range(body.n_samples):
-            seed = None if sampling.seed is None else (sampling.seed + sample + _INT64) % (2 * _INT64) - _INT64
+            seed = None if sampling.seed is None else sample_seed(sampling.seed, sample)
             sample_id = f"{response_id}-{len(requests)}"
             named = rooms[len(requests)]
-            requests.append(GenerationRequest(sample_id, tuple(ids), replace(sampling, seed=seed), named))
+            requests.append(GenerationRequest(sample_id, prompt_ids, replace(sampling, seed=seed), named))
     return requests
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """The seed (int64) of one sample of a prompt. The first has ``seed`` itself; the others have a hash of it and of
+    their index, so that seeds that lie side by side share no samples.
+    """
+    if sample == 0:
+        return seed
+    digest = xxhash.xxh3_64_intdigest(struct.pack("<qQ", seed, sample))
+    return digest - (1 << 64) if digest >> 63 else digest
 
 
 def check_token_id(backend: Backend, token_id: int, field: str) -> None:
@@ -186,11 +223,13 @@ def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt
     return sampling
 
 
-def _route_headers(routes: Sequence[RouteInfo]) -> dict[str, str]:
+def _route_headers(routes: Sequence[RouteInfo] | None) -> dict[str, str]:
     """``x-pd-prefill``: who computed the prompts (each once); ``x-pd-room``: one room for every generation, if any;
     ``x-pd-draft-state``: with speculation, where the draft's window came from. ``x-pd-retries``: how often a prompt was
-    computed by another prefill node because one had failed, if ever.
+    computed by another prefill node because one had failed, if ever. Nothing while that is not known.
     """
+    if routes is None:
+        return {}
     headers = {"x-pd-prefill": ",".join(dict.fromkeys(route.prefill for route in routes))}
     rooms = [str(route.room) for route in routes if route.room is not None]
     if rooms:
@@ -226,20 +265,79 @@ async def _collect(generations: Generations, n_generations: int, usage: Usage) -
     return answers
 
 
-async def _chunks(
-    generations: Generations, body: GenerationFields, writer: ChoiceWriter, envelope: Envelope, usage: Usage
-) -> AsyncGenerator[dict[str, Any]]:
-    """The chunks of a stream, and the usage chunk (without choices) where it was asked for."""
-    options = body.stream_options
-    include_usage = options is not None and bool(options.include_usage)
-    continuous = options is not None and bool(options.continuous_usage_stats)
-    async with aclosing(generations.outputs()) as outputs:
-        async for index, output in outputs:
-            usage.add(output)
-            for choice in writer.chunk_choices(index, output):
-                chunk = envelope.wrap(writer.chunk_object_name, [choice])
-                if include_usage or continuous:
-                    chunk["usage"] = usage.as_dict() if continuous else None
-                yield chunk
-    if include_usage:
-        yield envelope.wrap(writer.chunk_object_name, []) | {"usage": usage.as_dict()}
+async def _first_tokens(
+    generations: Generations, n_generations: int, within_s: float
+) -> AsyncGenerator[tuple[int, TokenOutput] | None]:
+    """What a prefill node answers: the token of every generation, and of those that have none ``within_s`` the end."""
+    found: dict[int, TokenOutput] = {}
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s), aclosing(generations.outputs()) as outputs:
+            async for index, output in outputs:
+                found.setdefault(index, output)
+    for index in range(n_generations):
+        yield index, found.get(index, TokenOutput((), "", finish_reason=FinishReason.LENGTH))
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class Chunks:
+    """The chunks of one stream. ``n_open`` generations have not ended yet."""
+
+    generations: Generations
+    n_open: int
+    body: GenerationFields
+    writer: ChoiceWriter
+    envelope: Envelope
+    usage: Usage
+    silence_s: float
+
+    async def made_of(
+        self, first: tuple[int, TokenOutput] | None, rest: AsyncGenerator[tuple[int, TokenOutput] | None]
+    ) -> AsyncGenerator[dict[str, Any] | None]:
+        """The chunks for these outputs, and the usage chunk (without choices) where it was asked for. None stands for a
+        comment: where nothing came, and where what came had nothing to tell for ``silence_s``.
+        """
+        told = time.monotonic()
+        async with aclosing(rest):
+            async for item in _all(first, rest):
+                chunks = [] if item is None else self._chunks(*item)
+                for chunk in chunks:
+                    yield chunk
+                if not chunks:
+                    if item is not None and time.monotonic() - told < self.silence_s:
+                        continue
+                    yield None
+                told = time.monotonic()
+        if self._includes_usage:
+            last = self.envelope.wrap(self.writer.chunk_object_name, [])
+            yield last | {"usage": self.usage.as_dict(), "pd": self._pd()}
+
+    def _chunks(self, index: int, output: TokenOutput) -> list[dict[str, Any]]:
+        self.usage.add(output)
+        choices = self.writer.chunk_choices(index, output)
+        chunks = [self.envelope.wrap(self.writer.chunk_object_name, [choice]) for choice in choices]
+        options = self.body.stream_options
+        is_continuous = options is not None and bool(options.continuous_usage_stats)
+        if self._includes_usage or is_continuous:
+            for chunk in chunks:
+                chunk["usage"] = self.usage.as_dict() if is_continuous else None
+        self.n_open -= output.finish_reason is not None
+        if not self.n_open and not self._includes_usage:
+            chunks[-1]["pd"] = self._pd()
+        return chunks
+
+    @property
+    def _includes_usage(self) -> bool:
+        return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
+
+    def _pd(self) -> dict[str, str]:
+        return pd_object(_route_headers(self.generations.routes))
+
+
+async def _all(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    yield first
+    async for item in rest:
+        yield item

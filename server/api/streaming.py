@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import Response
@@ -19,15 +20,28 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_COMMENT = b": waiting\n\n"
+"""What every reader of server-sent events skips. It keeps proxies and clients from taking silence for an end."""
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+
+@dataclass(frozen=True)
+class StreamTimes:
+    """When a stream speaks that has no token yet. ``head_s``: its status line waits for the first token or failure, but
+    no longer. ``comment_s``: from then on a comment whenever it was silent for so long. Seconds.
+    """
+
+    head_s: float = 2.0
+    comment_s: float = 5.0
+
+
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """The result of ``work``, which is cancelled as soon as the client closes the connection.
 
     The request's body must have been read.
 
     :raises ClientDisconnected: the client went first.
     """
-    task = asyncio.create_task(work)
+    task = asyncio.create_task(_awaited(work))
     watcher = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
@@ -40,13 +54,17 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
+async def _awaited(work: Awaitable[T]) -> T:
+    return await work
+
+
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """A streamed answer: one server-sent event for every chunk, then ``[DONE]``.
+    """A streamed answer: one server-sent event for every chunk (for None a comment), then ``[DONE]``.
 
     The status line is out before the first chunk is made, so an error from ``chunks`` becomes an error event, and the
     stream ends without ``[DONE]``. ``on_end`` is called on every way out; that the client has gone away is noticed
@@ -57,7 +75,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        chunks: AsyncGenerator[dict[str, Any]],
+        chunks: AsyncGenerator[dict[str, Any] | None],
         *,
         headers: Mapping[str, str],
         on_end: Callable[[], None],
@@ -86,7 +104,7 @@ class EventStream(Response):
         try:
             async with aclosing(self._chunks) as chunks:
                 async for chunk in chunks:
-                    yield _event(chunk)
+                    yield _COMMENT if chunk is None else _event(chunk)
         except RequestFailed as failure:
             yield _event(failure_body(failure))
         except Exception as error:

@@ -1,25 +1,155 @@
-"""Tokenizing without holding up the event loop."""
+"""From a request's prompts to token ids and back: bounded before anything is read, and off the event loop if long.
+
+Short texts are read at once, longer ones in a lane with a thread, long ones in a lane with a process, which is killed
+when nobody waits for its work any more. So a long text delays no shorter one, and nothing here is shared with what
+commits, fences or probes.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
-from server.engine.request import TokenizerLike
+from server.api.errors import InvalidRequest
+from server.api.lanes import Lane, LaneLimits
+from server.api.schemas import Prompt
+from server.engine.request import EncodingJob, RequestFailed, TokenizerLike
 
-INLINE_CHARS = 16_384
-"""Shorter texts take well under the time that a change of threads may cost under load."""
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+INLINE_CHARS = 4096
+"""Up to this many characters, of all prompts of a request, are read in the event loop: one or two milliseconds."""
+INLINE_IDS = 4096
+"""The same for token ids, to look at or to decode."""
+THREAD_CHARS = 1 << 16
+"""Up to this many are read in a thread, which cannot be ended: a twentieth of a second."""
+UNBOUNDED_CHARS_PER_TOKEN = 64
+"""What is taken for each token of the context where the tokenizer's own rules give no bound."""
+
+SHORT = LaneLimits(max_waiting=256)
+LONG = LaneLimits(max_waiting=32)
 
 
-async def encode(tokenizer: TokenizerLike, text: str) -> list[int]:
-    """Token ids of ``text``; long texts are encoded in a worker thread."""
-    if len(text) <= INLINE_CHARS:
-        return tokenizer.encode(text)
-    return await asyncio.to_thread(tokenizer.encode, text)
+class PromptReader:
+    """Tokenizes, renders and decodes for one HTTP app, whose node has a context of ``max_context()`` tokens."""
 
+    def __init__(self, tokenizer: TokenizerLike, max_context: Callable[[], int]) -> None:
+        self._tokenizer = tokenizer
+        self._max_context = max_context
+        self._short = Lane("tokenize", SHORT)
+        self._long = Lane("tokenize long", LONG)
+        self._render = Lane("chat template", SHORT)
+        self._process = tokenizer.process()
 
-async def encode_chat(tokenizer: TokenizerLike, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
-    """Token ids of a conversation by the chat template; long ones are encoded in a worker thread."""
-    if sum(len(message["content"]) for message in messages) <= INLINE_CHARS:
-        return tokenizer.apply_chat_template(messages, **kwargs)
-    return await asyncio.to_thread(tokenizer.apply_chat_template, messages, **kwargs)
+    async def start(self) -> None:
+        """Starts the process for long texts now. If that fails, it is logged, and the first long text tries again."""
+        try:
+            await self._long.run(0, self._process.start)
+        except RequestFailed as failure:
+            log.warning("long prompts cannot be tokenized yet: %s", failure.message)
+
+    async def close(self) -> None:
+        """Ends the process. Its caller should have ended every request before."""
+        self._process.close()
+        for lane in (self._short, self._long, self._render):
+            lane.close()
+
+    async def read(self, prompts: Sequence[Prompt], field: str) -> list[list[int]]:
+        """Token ids of each prompt. ``field`` is the request's, for errors.
+
+        :raises InvalidRequest: 400, a prompt that cannot fit the context, by its length alone, or a wrong token id.
+        :raises RequestFailed: 400 for text that is no Unicode; 503 or 504 as :meth:`.Lane.run`.
+        """
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        given = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        for text in texts:
+            self._check_text_length(text, field)
+        for ids in given:
+            self._check_ids_length(ids, field)
+        encoded = iter(await self._encode(texts)) if texts else iter(())
+        if given:
+            n_ids = sum(map(len, given))
+            await self._run(n_ids, INLINE_IDS, self._short, partial(self._check_ids, given, field))
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    async def read_chat(
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
+        body_nbytes: int,
+    ) -> list[int]:
+        """Token ids of a conversation. ``body_nbytes`` is the size of the request, which bounds what a template sees.
+
+        :raises RequestFailed: as :meth:`read`, and what the template refuses.
+        """
+        render = partial(self._tokenizer.render_chat, messages, variables, add_generation_prompt=add_generation_prompt)
+        text = await self._run(body_nbytes, INLINE_CHARS, self._render, render)
+        self._check_text_length(text, "messages")
+        [ids] = await self._encode([text], is_rendered=True)
+        return ids
+
+    async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        """Texts of token ids that :meth:`read` has checked."""
+        n_ids = sum(map(len, prompts))
+        return await self._run(n_ids, INLINE_IDS, self._short, lambda: [self._tokenizer.decode(ids) for ids in prompts])
+
+    async def _encode(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[list[int]]:
+        n_chars = sum(map(len, texts))
+        if n_chars > THREAD_CHARS:
+            job = EncodingJob(texts, add_special_tokens=not is_rendered)
+            ids = await self._long.run(n_chars, partial(self._process.encode, job), lambda: self._process.cancel(job))
+            return ids if is_rendered else [self._tokenizer.with_one_bos(one) for one in ids]
+        encode = self._tokenizer.encode_rendered if is_rendered else self._tokenizer.encode
+        return await self._run(n_chars, INLINE_CHARS, self._short, lambda: [encode(text) for text in texts])
+
+    @staticmethod
+    async def _run(size: int, inline_size: int, lane: Lane, function: Callable[[], T]) -> T:
+        return function() if size <= inline_size else await lane.run(size, function)
+
+    def _check_text_length(self, text: str, field: str) -> None:
+        """Refuses what cannot fit whatever its tokens are: one takes in at most so many characters."""
+        max_context, per_token = self._max_context(), self._tokenizer.chars_per_token
+        if len(text) <= (max_context - 1) * (per_token or UNBOUNDED_CHARS_PER_TOKEN):
+            return
+        what = (
+            f"and one token has at most {per_token}: it is more than"
+            if per_token is not None
+            else f"and at most {UNBOUNDED_CHARS_PER_TOKEN} are taken for each token of"
+        )
+        raise InvalidRequest(
+            field,
+            f"The prompt has {len(text)} characters, {what} the context of {max_context} tokens including at least one "
+            "generated token.",
+            code="context_length_exceeded",
+        )
+
+    def _check_ids_length(self, ids: Sequence[int], field: str) -> None:
+        max_context = self._max_context()
+        if len(ids) >= max_context:
+            raise InvalidRequest(
+                field,
+                f"The prompt has {len(ids)} tokens, but the context is {max_context} tokens including at least one "
+                "generated token.",
+                code="context_length_exceeded",
+            )
+
+    def _check_ids(self, prompts: Sequence[Sequence[int]], field: str) -> None:
+        """Refuses what is not an id of the vocabulary. Looks at every id at the speed of C."""
+        vocab_size = self._tokenizer.vocab_size
+        for which, ids in enumerate(prompts):
+            if set(map(type, ids)) != {int}:
+                position = next(i for i, token_id in enumerate(ids) if type(token_id) is not int)
+                raise InvalidRequest(
+                    field, f"{field}: element {position} of prompt {which} is not an integer token id."
+                )
+            for token_id in (min(ids), max(ids)):
+                if not 0 <= token_id < vocab_size:
+                    raise InvalidRequest(
+                        field, f"{field}: token id {token_id} is not in the vocabulary (0 to {vocab_size - 1})."
+                    )

@@ -14,7 +14,7 @@ import time
 
 from server.cache.allocator import ItemState
 from server.cache.layout import Placement
-from server.decode.admission import check_request, choose_room, tokens_held, wire_request, with_seed
+from server.decode.admission import check_request, choose_room, tokens_held, with_seed
 from server.decode.draft_metrics import DraftMetrics
 from server.decode.named import link_of
 from server.decode.quarantine import Quarantine
@@ -116,7 +116,6 @@ class RequestDesk:
             spec_tokens=self._settings.spec_tokens,
             allocator=self._allocator,
         )
-        wire_request(request)
         room_id = choose_room(request, room, self.rooms)
         if len(self.queue) >= self._settings.max_queue:
             reason = f"{len(self.queue)} requests wait for a slot and pages already"

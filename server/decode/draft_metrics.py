@@ -13,14 +13,15 @@ EARLY_TOKENS = 32
 
 
 class DraftMetrics:
-    """Accept length of a step is 1 + accepted draft tokens. ``spec_tokens`` is k, ``draft_state`` where windows come
-    from.
+    """Accept length of a step is the number of tokens that it gave out: 1 + accepted draft tokens.
+
+    ``spec_tokens`` is k, ``draft_state`` where windows come from.
     """
 
     def __init__(self, registry: CollectorRegistry, spec_tokens: int, draft_state: str) -> None:
         buckets = [float(n) for n in range(1, spec_tokens + 2)]
         self._length = Histogram(
-            "pd_accept_length", "Tokens of a step: 1 + accepted drafts.", buckets=buckets, registry=registry
+            "pd_accept_length", "Tokens that a step gave out: 1 + accepted drafts.", buckets=buckets, registry=registry
         )
         self._early = Histogram(
             "pd_accept_length_early",

@@ -20,6 +20,7 @@ from server.decode.settings import DecodeSettings
 from server.decode.verify import Evidence, Proof, verify
 from server.decode.work import RoomOwner, Work, broken
 from server.node.parts import NodeParts
+from server.threads import Threads
 from server.transfer.damage import RowDamage
 from server.transfer.decode_room import (
     Commit,
@@ -57,6 +58,8 @@ from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, RoomKey, S
 log = logging.getLogger(__name__)
 
 _REMEMBERED_COMMITS = 4096
+_VERIFIERS = 4
+"""Rooms whose bytes are checked at the same time."""
 
 
 class Receiver:
@@ -92,6 +95,7 @@ class Receiver:
         self._committed: OrderedDict[RoomKey, None] = OrderedDict()
         self._proofs: dict[RoomKey, Proof] = {}
         self._checks: set[asyncio.Task[None]] = set()
+        self._verifiers = Threads("verify", _VERIFIERS)
 
     def start(self) -> None:
         for link in self.links:
@@ -103,6 +107,7 @@ class Receiver:
             await link.close()
         await asyncio.gather(*self._checks, return_exceptions=True)
         await self._sessions.close()
+        self._verifiers.close()
 
     def outstanding(self, link: PeerLink) -> int:
         return sum(work.link is link for work in self._works.values())
@@ -258,7 +263,7 @@ class Receiver:
             found = Evidence(self._arena, placement, self._components, work.key, work.request, done)
             if self._faults.is_on:
                 await self._strike(work, placement, found.n)
-            proof = await asyncio.to_thread(verify, found, work.skipped)
+            proof = await self._verifiers.run(verify, found, work.skipped)
         except Exception as error:
             log.exception("%s could not be checked", work.key)
             proof = Proof(Failure("internal_error", f"what arrived could not be checked: {error!r}", 500))

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 
 from server.cache.arena import Arena
+from server.threads import Threads
 from server.transfer.engines.base import RegistrationFailed, TransferEngine, TransferError, open_registered
 
 log = logging.getLogger(__name__)
@@ -18,6 +19,9 @@ SETTLE_S = 0.05
 Closing is what makes it safe.
 """
 
+_MAX_AT_ONCE = 16
+"""Peers whose endpoints may be opened or closed at the same time; a transport may take seconds for one."""
+
 
 class TransportSessions:
     """The endpoints, by peer address. The arena is registered with each of them."""
@@ -27,6 +31,7 @@ class TransportSessions:
         self._arena = arena
         self._engines: dict[str, TransferEngine] = {}
         self._latest: dict[str, str] = {}
+        self._threads = Threads("fence", _MAX_AT_ONCE)
 
     async def open(self, address: str) -> TransferEngine:
         """A fresh endpoint for the peer at ``address``. Raises what the transport raises; closes an older one first.
@@ -34,12 +39,12 @@ class TransportSessions:
         Its session is another than that of the one before, by which the peer may still know this process.
         """
         await self.fence(address)
-        engine = await asyncio.to_thread(self._open)
+        engine = await self._threads.run(self._open)
         if engine.session == self._latest.get(address):
             try:
-                other = await asyncio.to_thread(self._open)
+                other = await self._threads.run(self._open)
             finally:
-                await asyncio.to_thread(engine.close)
+                await self._threads.run(engine.close)
             engine = other
         self._engines[address], self._latest[address] = engine, engine.session
         return engine
@@ -53,9 +58,9 @@ class TransportSessions:
         if engine is None:
             return
         with contextlib.suppress(RegistrationFailed):
-            await asyncio.to_thread(engine.unregister, self._arena.ptr)
+            await self._threads.run(engine.unregister, self._arena.ptr)
         await asyncio.sleep(SETTLE_S)
-        await asyncio.to_thread(engine.close)
+        await self._threads.run(engine.close)
         del self._engines[address]
         log.info("fenced the transport session of prefill %s", address)
 
@@ -66,6 +71,7 @@ class TransportSessions:
                 await self.fence(address)
             except TransferError:
                 log.exception("the transport session of prefill %s could not be closed", address)
+        self._threads.close()
 
     def _open(self) -> TransferEngine:
         return open_registered(self._make_engine, self._arena.ptr, self._arena.nbytes)

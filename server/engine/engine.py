@@ -194,8 +194,7 @@ class Engine(threading.Thread):
                 if sequence.draft is not None:
                     streams = output.streams[row : row + 1 + n]
                     sequence.draft = DraftState(streams, sequence.draft.valid_from)
-                append = partial(self._append, sequence, choices[: 1 + n], n_proposed=len(draft), n_accepted=n)
-                self._guarded([sequence], append)
+                self._guarded([sequence], partial(self._append, sequence, choices[: 1 + n], n_proposed=len(draft)))
             row += 1 + len(draft)
 
     def _draft_and_verify(self, running: Sequence[Running]) -> tuple[list[list[int]], ForwardOutput]:
@@ -320,14 +319,17 @@ class Engine(threading.Thread):
                 mine.append(choice)
         return chosen
 
-    def _append(
-        self, sequence: Running, choices: Sequence[TokenLogprob], *, n_proposed: int = 0, n_accepted: int = 0
-    ) -> None:
-        """Adds chosen tokens to a running sequence and reports them; ends the sequence if one of them does."""
+    def _append(self, sequence: Running, choices: Sequence[TokenLogprob], *, n_proposed: int = 0) -> None:
+        """Adds chosen tokens to a running sequence and reports them; ends the sequence if one of them does.
+
+        Of ``n_proposed`` drafted tokens those count as accepted that were given out beside the one that every step
+        gives: what stood behind the end of the answer was of no use.
+        """
         ids = [choice.token_id for choice in choices]
         sequence.tokens.extend(ids)
         output = sequence.processor.feed(ids, choices)
         if output is not None:
+            n_accepted = len(output.token_ids) - 1 if n_proposed else 0
             self._on_event(Output(sequence.key, replace(output, n_proposed=n_proposed, n_accepted=n_accepted)))
             if output.finish_reason is not None:
                 self._finish(sequence, output.finish_reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -88,11 +88,16 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The chosen token's log probability and the most likely alternatives at that position, best first."""
+    """The chosen token's log probability and the most likely alternatives at that position, best first.
+
+    ``text_offset`` is where the token's text begins in the answer's text, in characters; for a part of a character,
+    where that character is. The output processor sets it.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    text_offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,8 +105,11 @@ class TokenOutput:
     """What one engine step adds to one request. ``finish_reason`` is set on the last output only.
 
     ``text`` is the part of the answer that is now certain (never half a character, never part of a stop string).
-    ``logprobs`` has one entry per token id when they were asked for, else it is empty. Of ``n_proposed`` drafted tokens
-    of the step ``n_accepted`` stood (both 0 without speculation).
+    ``logprobs``, if they were asked for, has the next tokens' entries whose place in the text is certain: mostly one
+    for each of ``token_ids``, and with the last output all that are left. ``completes_prompt``: the text begins with a
+    character that the prompt had left unfinished, and takes the place of the U+FFFD that the prompt's text ends with.
+    Of ``n_proposed`` drafted tokens of the step ``n_accepted`` stood and were given out beside the step's own one (both
+    0 without speculation).
     """
 
     token_ids: tuple[int, ...]
@@ -111,6 +119,7 @@ class TokenOutput:
     stop_reason: str | int | None = None
     n_proposed: int = 0
     n_accepted: int = 0
+    completes_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,21 +149,61 @@ class Generation(Protocol):
     def abort(self) -> None: ...
 
 
+@dataclass(eq=False)
+class EncodingJob:
+    """Texts to tokenize in one go. Set ``cancelled`` from any thread: nobody waits for the ids any more."""
+
+    texts: Sequence[str]
+    add_special_tokens: bool = True
+    cancelled: bool = False
+
+
+class EncoderProcess(Protocol):
+    """Another process that tokenizes, so that a text can be given up. Blocking: for a thread of its own."""
+
+    def start(self) -> None:
+        """Makes ready now what :meth:`encode` would else start."""
+        ...
+
+    def encode(self, job: EncodingJob) -> list[list[int]]:
+        """Ids of each text, with special tokens where the job asks for them.
+
+        Raises :class:`RequestFailed`: the process ended, or the job is cancelled.
+        """
+        ...
+
+    def cancel(self, job: EncodingJob) -> None:
+        """Ends ``job`` by ending the process; the next job starts another. May be called from any thread."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class TokenizerLike(Protocol):
     """What the API needs from a tokenizer (``server.engine.tokenizer.Tokenizer`` is the real one)."""
 
     vocab_size: int
     eos_token_ids: frozenset[int]
+    chars_per_token: int | None
+    """The most characters that one token stands for; None if there is no such number."""
 
     def encode(self, text: str) -> list[int]: ...
 
-    def decode(self, ids: list[int]) -> str: ...
+    def encode_rendered(self, text: str) -> list[int]: ...
+
+    def with_one_bos(self, ids: list[int]) -> list[int]: ...
+
+    def process(self) -> EncoderProcess: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
 
     def token_text(self, token_id: int) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]: ...
+    def render_chat(
+        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool = True
+    ) -> str: ...
 
     def template_reads(self, name: str) -> bool:
         """Whether the chat template may read a variable or a message's field of this name."""

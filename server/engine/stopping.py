@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from server.engine.detokenizer import Detokenizer
 from server.engine.request import FinishReason, SamplingParams, TokenizerLike, TokenLogprob, TokenOutput
@@ -22,6 +24,9 @@ class OutputProcessor:
       strings the one that is complete first counts, of those the longest. Text that may yet become one is held back.
     - Neither ends anything at ``i < min_tokens``; the sampler must not choose :attr:`banned_ids` there.
     - At ``max_tokens`` tokens all text is given out. A stop at the same token has precedence.
+
+    A log probability is reported with its token's place in the text, as soon as that is certain: a token inside of what
+    may become a stop string waits for that, however the tokens are grouped. With the last output all are reported.
     """
 
     def __init__(self, tokenizer: TokenizerLike, sampling: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
@@ -30,6 +35,9 @@ class OutputProcessor:
         self._stops = StopStrings(sampling.stop)
         self._eos_ids = frozenset() if sampling.ignore_eos else tokenizer.eos_token_ids
         self._end_ids = self._eos_ids | frozenset(sampling.stop_token_ids)
+        self._n_chars = 0  # of the text that was given out
+        self._offset = 0  # of the last token
+        self._unplaced: deque[TokenLogprob] = deque()
         self.n_generated = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -54,20 +62,25 @@ class OutputProcessor:
         """
         taken = 0
         text = ""
+        wanted = self._sampling.logprobs is not None
         for token_id in token_ids:
             if self.finished:
                 break
-            text += self._take(token_id)
+            new = self._take(token_id)
+            text += new
+            self._n_chars += len(new)
+            if wanted:
+                self._note(logprobs[taken])
             taken += 1
         if not taken:
             return None
-        wanted = self._sampling.logprobs is not None
         return TokenOutput(
             token_ids=tuple(token_ids[:taken]),
             text=text,
-            logprobs=tuple(logprobs[:taken]) if wanted else (),
+            logprobs=self._placed(),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            completes_prompt=bool(text) and self._n_chars == len(text) and self._detokenizer.completes_context,
         )
 
     def abort(self) -> TokenOutput | None:
@@ -82,13 +95,38 @@ class OutputProcessor:
         may_stop = self.n_generated >= self._sampling.min_tokens
         self.n_generated += 1
         if may_stop and token_id in self._end_ids:
-            return self._finish(FinishReason.STOP, None if token_id in self._eos_ids else token_id)
+            text = self._finish(FinishReason.STOP, None if token_id in self._eos_ids else token_id)
+            self._offset = self._detokenizer.n_chars
+            return text
         text = self._stops.feed(self._detokenizer.feed(token_id), may_stop)
+        self._offset = self._detokenizer.offset
         if self._stops.found is not None:
             return text + self._finish_at_stop_string()
         if self.n_generated >= self._sampling.max_tokens:
             return text + self._finish(FinishReason.LENGTH, None)
         return text
+
+    def _note(self, logprob: TokenLogprob) -> None:
+        """Keeps a log probability until its token's place is certain. One that was noted behind this token's place was
+        measured by text that has not come: it belongs here too.
+        """
+        self._limit_places(self._offset)
+        self._unplaced.append(replace(logprob, text_offset=self._offset))
+
+    def _limit_places(self, end: int) -> None:
+        for i in reversed(range(len(self._unplaced))):
+            if self._unplaced[i].text_offset <= end:
+                return
+            self._unplaced[i] = replace(self._unplaced[i], text_offset=end)
+
+    def _placed(self) -> tuple[TokenLogprob, ...]:
+        """The log probabilities of tokens that begin in the text given out, or right behind it; at the end all."""
+        if self.finished:
+            self._limit_places(self._n_chars)
+        placed = []
+        while self._unplaced and self._unplaced[0].text_offset <= self._n_chars:
+            placed.append(self._unplaced.popleft())
+        return tuple(placed)
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> str:
         """Ends the generation and gives out what was held back; this may be the end of a stop string after all."""

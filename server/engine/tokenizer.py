@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from server.engine.request import DEFAULT_MAX_TOKENS, RequestFailed, SamplingParams
+from server.engine.tokenizer_bound import chars_per_token
+from server.engine.tokenizer_process import TokenizerProcess, utf8_of
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -27,6 +31,12 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 """What the fingerprint covers, in this order; files that a directory lacks are left out."""
+_WITHOUT_GIL_SIZE = 4096
+"""From this many characters or ids on, other threads run meanwhile. For less, taking the GIL back costs too much."""
+
+_RENDER_ARGUMENTS = frozenset({"self", "messages", "conversations", "return_assistant_tokens_mask"})
+"""Names that what lies behind ``apply_chat_template`` passes on itself."""
+_MAX_REASON_CHARS = 500
 
 _NO_ROLE = "zq-no-role-of-any-template"
 
@@ -36,6 +46,7 @@ class Tokenizer:
 
     ``vocab_size`` counts the ids that have a text (a checkpoint may have more embedding rows). ``fingerprint`` is the
     xxh3_128 of the tokenizer files' names and bytes: equal on two nodes means that text means the same tokens on both.
+    ``chars_per_token`` is the most text that one token stands for, in characters (see :mod:`.tokenizer_bound`).
     The methods may be called from any thread.
     """
 
@@ -55,8 +66,13 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.fingerprint = fingerprint
         self.sampling_defaults = sampling_defaults
-        self._byte_level = self._decodes_bytes()
-        self.encode("")  # settles the backend's truncation and padding now, so that later calls only read it
+        hf_tokenizer.encode("")  # settles the backend's truncation and padding now, so that later calls only read it
+        self._settings = self._backend.to_str()
+        settings = json.loads(self._settings)
+        self.chars_per_token = chars_per_token(settings)
+        self._byte_level = _decodes_bytes(settings)
+        self._bos: int | None = hf_tokenizer.bos_token_id
+        self._adds_bos = self._bos is not None and self._backend.encode("").ids[:1] == [self._bos]
 
     @classmethod
     def load(cls, model_dir: str | Path) -> Tokenizer:
@@ -81,17 +97,44 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, with the special tokens (BOS) that the tokenizer's own settings add.
 
+        A text that begins with BOS already, as one from a chat template does, gets no second one.
+
         :raises RequestFailed: 400 ``invalid_text`` for text that is no valid Unicode (a lone surrogate).
         """
-        _check_unicode(text)
-        ids: list[int] = self._hf.encode(text)
+        return self.with_one_bos(self._encode(text, add_special_tokens=True))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of what :meth:`render_chat` made: its special tokens are in the text.
+
+        :raises RequestFailed: as :meth:`encode`.
+        """
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        utf8_of(text)
+        if len(text) < _WITHOUT_GIL_SIZE:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        ids: list[int] = encoding.ids
         return ids
+
+    def with_one_bos(self, ids: list[int]) -> list[int]:
+        """``ids`` of a text, without the BOS that was added where the text has one itself."""
+        return ids[1:] if self._adds_bos and ids[:2] == [self._bos, self._bos] else ids
+
+    def process(self) -> TokenizerProcess:
+        """Another process (not started yet) with the same tokenizer, for long texts."""
+        return TokenizerProcess(self._settings)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``. Special tokens have no text; bytes that are no UTF-8 become U+FFFD."""
         if self._clean_up:
             return str(self._hf.decode(list(ids), skip_special_tokens=True))
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        if len(ids) < _WITHOUT_GIL_SIZE:
+            text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        else:
+            text = self._backend.decode_batch([list(ids)], skip_special_tokens=True)[0]
         return text
 
     def token_text(self, token_id: int) -> str:
@@ -130,7 +173,7 @@ class Tokenizer:
             return True
         template = self._hf.chat_template
         text = template if isinstance(template, str) else " ".join((template or {}).values())
-        return re.search(rf"""(['"]){re.escape(role)}\1""", text) is not None or self._template_minds_roles
+        return any(quote + role + quote in text for quote in "'\"") or self._template_minds_roles
 
     @cached_property
     def _template_minds_roles(self) -> bool:
@@ -142,12 +185,22 @@ class Tokenizer:
             return True
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
+        self, messages: list[dict[str, Any]], /, *, add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """Token ids of a conversation, by the model directory's chat template; ``kwargs`` are variables for it.
+        """Token ids of a conversation, by the model directory's chat template.
+
+        :raises RequestFailed: as :meth:`render_chat` and :meth:`encode`.
+        """
+        text = self.render_chat(messages, variables, add_generation_prompt=add_generation_prompt)
+        return self.encode_rendered(text)
+
+    def render_chat(
+        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation, by the model directory's chat template, which sees ``variables``.
 
         :raises RequestFailed: 400 ``no_chat_template``, ``invalid_chat_template_kwargs`` (a name that is not the
-            template's but an argument of the tokenizer) or ``chat_template_error`` (the template refused the messages).
+            template's but an argument of the call) or ``chat_template_error`` (the template cannot take the messages).
         """
         if not self.has_chat_template:
             raise RequestFailed(
@@ -155,29 +208,23 @@ class Tokenizer:
                 "This model has no chat template: use /v1/completions, or give its directory a chat_template.jinja.",
                 status=400,
             )
-        reserved = sorted(_template_call_arguments() & kwargs.keys())
+        reserved = sorted(_template_call_arguments() & variables.keys())
         if reserved:
             raise RequestFailed(
                 "invalid_chat_template_kwargs", f"chat_template_kwargs may not set {', '.join(reserved)}.", status=400
             )
         try:
-            text = str(
+            return str(
                 self._hf.apply_chat_template(
-                    messages, add_generation_prompt=add_generation_prompt, tokenize=False, **kwargs
+                    messages, add_generation_prompt=add_generation_prompt, tokenize=False, **variables
                 )
             )
-        except (TemplateError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        except Exception as error:  # whatever a template does with these values, they are the client's
+            logger.info("the chat template failed: %r", error)
+            reason = str(error)[:_MAX_REASON_CHARS]
             raise RequestFailed(
-                "chat_template_error", f"The chat template refused these messages: {error}", status=400
+                "chat_template_error", f"The chat template refused these messages: {reason}", status=400
             ) from error
-        _check_unicode(text)
-        ids: list[int] = self._hf.encode(text, add_special_tokens=False)
-        return ids
-
-    def _decodes_bytes(self) -> bool:
-        decoder = json.loads(self._backend.to_str()).get("decoder") or {}
-        parts = decoder.get("decoders", [decoder])
-        return any(part.get("type") == "ByteLevel" for part in parts)
 
 
 def sampling_defaults(generation_config: dict[str, Any]) -> SamplingParams:
@@ -226,20 +273,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestFailed(
-            "invalid_text", f"The text has a lone surrogate at character {error.start}: it is not Unicode.", status=400
-        ) from error
-
-
 @lru_cache(maxsize=1)
 def _template_call_arguments() -> frozenset[str]:
     parameters = inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters.values()
     named = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
-    return frozenset(named)
+    return frozenset(named | _RENDER_ARGUMENTS)
+
+
+def _decodes_bytes(settings: dict[str, Any]) -> bool:
+    decoder = settings.get("decoder") or {}
+    parts = decoder.get("decoders", [decoder])
+    return any(part.get("type") == "ByteLevel" for part in parts)
 
 
 @lru_cache(maxsize=1)

@@ -9,6 +9,8 @@ import os
 import socket
 from pathlib import Path
 
+from server.transfer.addresses import join_address
+
 BACKLOG = 64
 """Connections that wait while the node loads its checkpoint. They are answered when it serves."""
 _LISTEN = "0A"
@@ -56,12 +58,11 @@ def take_ports(host: str, port: int, bootstrap_port: int) -> tuple[socket.socket
 
 def url_of(listener: socket.socket) -> str:
     """``http://host:port``; an IPv6 address stands in brackets."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{join_address(*listener.getsockname()[:2])}"
 
 
 def _why_not(error: OSError, host: str, port: int, option: str) -> str:
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    where = join_address(host, port)
     match error.errno:
         case errno.EADDRINUSE:
             return f"{option} {port} is in use on {host}{_by_whom(port)}: stop that or choose another {option}"

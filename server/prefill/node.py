@@ -21,6 +21,7 @@ from server.node.supervisor import Supervisor
 from server.node.ticker import tick_for_ever
 from server.prefill.desk import RoomDesk
 from server.prefill.reception import Reception
+from server.threads import call_in_thread
 from server.transfer.addresses import join_address
 from server.transfer.bootstrap import Bootstrap, DecodePeer
 from server.transfer.engines.base import TransferEngine
@@ -79,7 +80,7 @@ class PrefillNode:
         parts, layout = self._parts, self._parts.arena.layout
         transport = self._settings.transport
         if transport is None:
-            transport = await asyncio.to_thread(_describe_transport, parts.make_transport)
+            transport = await call_in_thread("try transport", _describe_transport, parts.make_transport)
         manifest = build_manifest(
             "prefill",
             self.incarnation,

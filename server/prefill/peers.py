@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import time
@@ -14,6 +13,7 @@ import xxhash
 
 from server.cache.arena import Arena
 from server.cache.layout import PROBE_NBYTES, Run
+from server.threads import call_in_thread
 from server.transfer.bootstrap import DecodePeer
 from server.transfer.engines.base import TransferEngine, open_registered
 from server.transfer.protocol import PROBE_BLOCK_NBYTES, Probe, ProbeDone, clip
@@ -65,7 +65,7 @@ class PeerSender:
 
     async def close(self, timeout_s: float) -> None:
         """Ends the thread; pieces still in flight after ``timeout_s`` are left to the decode node's fence."""
-        if not await asyncio.to_thread(self.sender.close, timeout_s):
+        if not await call_in_thread("close sender", self.sender.close, timeout_s):
             log.error("the sender thread of %s is stuck in the transport", self.peer)
 
 

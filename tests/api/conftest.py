@@ -17,6 +17,7 @@ from server.api import create_app
 from server.api.http_connections import ConnectionManager
 from server.api.http_limits import HttpLimits
 from server.api.http_protocol import http_config
+from server.api.streaming import StreamTimes
 from server.engine.tokenizer import Tokenizer
 from tests.api.byte_bpe import write_tokenizer_dir
 from tests.api.fakes import FakeBackend
@@ -38,8 +39,13 @@ def registry() -> CollectorRegistry:
 
 
 @pytest.fixture
-def app(backend: FakeBackend, registry: CollectorRegistry) -> FastAPI:
-    return create_app(backend, registry)
+def stream_times() -> StreamTimes:
+    return StreamTimes()
+
+
+@pytest.fixture
+def app(backend: FakeBackend, registry: CollectorRegistry, stream_times: StreamTimes) -> FastAPI:
+    return create_app(backend, registry, stream_times=stream_times)
 
 
 @pytest.fixture

@@ -25,6 +25,8 @@ class Script:
     """What the next generations do."""
 
     answer: str = "Tom has 42 äpfel 🦊"
+    answer_ids: list[int] | None = None
+    """Instead of ``answer``."""
     refuse: RequestFailed | None = None
     refuse_from: int = 0
     """Index of the first submitted request that is refused."""
@@ -35,14 +37,22 @@ class Script:
     """Number of tokens after which the generation raises ``failure``."""
     failure: Exception = field(default_factory=lambda: RequestFailed("room_failed", "the room failed", component="swa"))
     hang_after: int | None = None
+    waiting: set[int] = field(default_factory=set)
+    """Generations, in the order of their submission, whose prompts are not computed as long as they are in here."""
+    failing: dict[int, RequestFailed] = field(default_factory=dict)
+    """Generations whose prompts fail."""
+    step_s: float = 0.0
     tokens_a_step: int = 1
     end: str = "eos"
     """``eos``; or ``abort`` / ``silent``: the server gives up with or without saying so."""
 
 
 class FakeGeneration:
-    def __init__(self, request: GenerationRequest, script: Script, tokenizer: Tokenizer, room: int | None) -> None:
+    def __init__(
+        self, request: GenerationRequest, script: Script, tokenizer: Tokenizer, room: int | None, number: int
+    ) -> None:
         self.request = request
+        self.number = number
         self.script = script
         self.tokenizer = tokenizer
         self.room = room
@@ -53,6 +63,10 @@ class FakeGeneration:
         if self.script.route_hangs:
             await asyncio.Event().wait()
         await asyncio.sleep(0)
+        while self.number in self.script.waiting:  # noqa: ASYNC110 - tests let them go from another thread
+            await asyncio.sleep(0.005)
+        if self.number in self.script.failing:
+            raise self.script.failing[self.number]
         if self.script.route_error is not None:
             raise self.script.route_error
         return RouteInfo("local" if self.room is None else "10.0.0.1:8998", self.room, n_retries=self.script.n_retries)
@@ -62,9 +76,10 @@ class FakeGeneration:
 
     async def __aiter__(self) -> AsyncIterator[TokenOutput]:
         processor = OutputProcessor(self.tokenizer, self.request.sampling, self.request.prompt_ids)
-        ids = [*self.tokenizer.encode(self.script.answer)[1:], 1]
+        ids = self.script.answer_ids
+        ids = [*(self.tokenizer.encode(self.script.answer)[1:] if ids is None else ids), 1]
         for n_done in range(0, len(ids), self.script.tokens_a_step):
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.script.step_s)
             if self.script.hang_after is not None and n_done >= self.script.hang_after:
                 await asyncio.Event().wait()
             if self.script.fail_after is not None and n_done >= self.script.fail_after:
@@ -105,7 +120,7 @@ class FakeBackend:
         if self.script.refuse is not None and len(self.generations) >= self.script.refuse_from:
             raise self.script.refuse
         room = None if self.first_room is None else self.first_room + len(self.generations)
-        generation = FakeGeneration(request, self.script, self.tokenizer, room)
+        generation = FakeGeneration(request, self.script, self.tokenizer, room, len(self.generations))
         self.generations.append(generation)
         return generation
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import xxhash
 
+from server.api.serving import sample_seed
 from server.engine.request import SamplingParams
 from server.engine.tokenizer import Tokenizer
 from tests.api.fakes import FakeBackend
@@ -132,11 +135,28 @@ async def test_default_max_tokens_shrinks_to_the_context(client: httpx.AsyncClie
 async def test_samples_get_their_own_seeds(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     answer = await complete(client, prompt=["a", "b"], n=3, seed=2**63 - 2)
     assert [choice["index"] for choice in answer.json()["choices"]] == list(range(6))
-    assert [request.sampling.seed for request in backend.requests] == [2**63 - 2, 2**63 - 1, -(2**63)] * 2
+    seeds = [request.sampling.seed for request in backend.requests]
+    assert seeds == [sample_seed(2**63 - 2, i) for i in range(3)] * 2
+    assert seeds[0] == 2**63 - 2, "one sample is drawn with the seed that was asked for"
     n_prompt = answer.json()["usage"]["prompt_tokens"]
     assert n_prompt == len(backend.requests[0].prompt_ids) + len(backend.requests[3].prompt_ids)
     await complete(client, n=2)
     assert [request.sampling.seed for request in backend.requests[6:]] == [None, None]
+
+
+async def test_seeds_share_no_samples(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    for seed in (-(2**63), -1, 0, 1, 5, 6, 2**63 - 1):
+        await complete(client, n=128, seed=seed)
+    seeds = [request.sampling.seed for request in backend.requests]
+    assert len(set(seeds)) == len(seeds) == 7 * 128
+    assert all(seed is not None and -(2**63) <= seed < 2**63 for seed in seeds)
+
+
+def test_the_seed_of_a_sample_is_the_documented_hash() -> None:
+    rule = "xxh3_64 of the seed (int64) and i (uint64), both little-endian, read as int64"
+    assert rule in (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    hashed = xxhash.xxh3_64_intdigest((5).to_bytes(8, "little", signed=True) + (1).to_bytes(8, "little"))
+    assert sample_seed(5, 1) % 2**64 == hashed
 
 
 async def test_echo_puts_the_prompt_first(client: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
@@ -148,6 +168,33 @@ async def test_echo_puts_the_prompt_first(client: httpx.AsyncClient, tokenizer: 
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == "äh" + ANSWER
 
 
+async def test_an_answer_that_finishes_the_prompts_character_takes_its_place(
+    client: httpx.AsyncClient, backend: FakeBackend, tokenizer: Tokenizer
+) -> None:
+    """Without echo the character alone; with echo prompt and answer are the text of both together."""
+    cut = tokenizer.encode("ab日")[:-1]
+    for answer, finishes in (("x日", False), ("日", True), ("", True)):
+        ids = [*(tokenizer.encode("ab日")[-1:] if finishes else []), *tokenizer.encode(answer)[1:]]
+        backend.script.answer_ids = ids
+        whole = tokenizer.decode([*cut, *ids])
+        plain = (await complete(client, prompt=cut)).json()["choices"][0]["text"]
+        assert plain == whole.removeprefix("ab" if finishes else "ab\ufffd")
+        assert (await complete(client, prompt=cut, echo=True)).json()["choices"][0]["text"] == whole
+        chunks = await events(client, prompt=cut, echo=True)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == whole
+
+
+async def test_a_prompt_that_ends_in_a_replacement_character_is_not_answered_with_it(
+    client: httpx.AsyncClient, tokenizer: Tokenizer
+) -> None:
+    for prompt in ("ab\ufffd", tokenizer.encode("\ufffd\ufffd"), tokenizer.encode("日")[:-1]):
+        own = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        assert (await complete(client, prompt=prompt)).json()["choices"][0]["text"] == ANSWER
+        assert (await complete(client, prompt=prompt, echo=True)).json()["choices"][0]["text"] == own + ANSWER
+        chunks = await events(client, prompt=prompt, echo=True)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == own + ANSWER
+
+
 async def test_logprobs_list_every_token(client: httpx.AsyncClient, backend: FakeBackend, tokenizer: Tokenizer) -> None:
     answer = await complete(client, logprobs=2)
     logprobs = answer.json()["choices"][0]["logprobs"]
@@ -156,7 +203,7 @@ async def test_logprobs_list_every_token(client: httpx.AsyncClient, backend: Fak
     assert logprobs["tokens"][-1] == "<eos>"
     assert r"bytes:\xf0" in logprobs["tokens"]  # a quarter of the fox
     assert logprobs["token_logprobs"] == [-0.5] * (len(ids) + 1)
-    assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
+    assert logprobs["text_offset"] == [len(tokenizer.decode(ids[:i]).rstrip("\ufffd")) for i in range(len(ids) + 1)]
     assert len(logprobs["top_logprobs"][0]) == 3  # the two best and the chosen one
     assert min(logprobs["top_logprobs"][0].values()) == -9999.0
     assert (await complete(client)).json()["choices"][0]["logprobs"] is None

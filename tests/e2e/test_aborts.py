@@ -82,7 +82,8 @@ class Client:
     async def _stream(self, body: dict[str, Any]) -> None:
         async with self.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
             async for line in response.aiter_lines():
-                self.outputs.append(line)
+                if line.startswith("data: "):
+                    self.outputs.append(line)
 
 
 def room_phases(pair: Pair) -> list[str]:

@@ -110,6 +110,26 @@ async def test_streams_and_chats_and_several_samples(http: httpx.AsyncClient, pa
         assert len(set(at_d.headers["x-pd-room"].split(","))) == 4
 
 
+async def test_samples_of_a_stream_are_told_while_others_wait_for_their_slots(
+    http: httpx.AsyncClient, pair: ProcessPair
+) -> None:
+    """More samples than slots: the last one can only begin when another has ended, and that one is told at once."""
+    n = 6
+    body = in_room(pair, stream=True, n=n, temperature=0.9, seed=4, ignore_eos=True)
+    at_p, at_d = await route(http, pair, body)
+    assert events(at_p)[-1] == "[DONE]"
+    *chunks, done = events(at_d)
+    assert done == "[DONE]"
+    parts = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    begins = {part["index"]: i for i, part in reversed(list(enumerate(parts)))}
+    ends = {part["index"]: i for i, part in enumerate(parts) if part["finish_reason"] is not None}
+    assert sorted(begins) == sorted(ends) == list(range(n))
+    assert min(ends.values()) < max(begins.values())
+    pd = json.loads(chunks[-1])["pd"]
+    assert pd["prefill"] == pair.address
+    assert len(set(pd["room"].split(","))) == n
+
+
 async def test_more_rooms_than_slots_are_all_answered(http: httpx.AsyncClient, pair: ProcessPair) -> None:
     bodies = [in_room(pair, prompt=[20 + i, 30, 40]) for i in range(24)]
     answers = await asyncio.gather(*(route(http, pair, body) for body in bodies))

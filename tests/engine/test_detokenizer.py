@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import pytest
 from hypothesis import given, settings
@@ -8,9 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models
 
-from server.engine.detokenizer import Detokenizer
+from server.engine.detokenizer import REPLACEMENT, Detokenizer
 from server.engine.tokenizer import Tokenizer
 from tests.api.byte_bpe import write_tokenizer_dir
+from tests.support.checkpoints import BUNDLED
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +57,53 @@ def pieces(tokenizer: object, ids: list[int], context: list[int] | None = None) 
     return [*(detokenizer.feed(i) for i in ids), detokenizer.flush()]
 
 
+def broken_prompts(tokenizer: Tokenizer, n_prompts: int, seed: int = 0) -> Iterator[list[int]]:
+    """Prompts rich in U+FFFD and in characters of several bytes; half of them are cut somewhere, often inside one."""
+    rng = random.Random(seed)
+    pieces = [REPLACEMENT, "�".encode()[:2], b"\xff", "日", "🦊", "é", "Tom", " 42", "\n", tokenizer.decode([7])]
+    for _ in range(n_prompts):
+        chosen = rng.choices(pieces, k=rng.randint(1, 12))
+        ids = byte_ids(tokenizer, b"".join(p.encode() if isinstance(p, str) else p for p in chosen))
+        if rng.random() < 0.3:  # with the tokenizer's own merges
+            ids = tokenizer.encode("".join(p for p in chosen if isinstance(p, str)))
+        yield ids[: rng.randint(1, len(ids))] if rng.random() < 0.5 else ids
+
+
+def answer_ids(tokenizer: Tokenizer, rng: random.Random) -> list[int]:
+    """What a model may say: its own characters, whole and broken, the rest of the prompt's, and special tokens."""
+    data = b"".join(rng.choices([b"x", b"\xa5", b"\x97\xa5", b"\xbd", b"\x9f\xa6\x8a", b"\xe6", b"\xff", b"ok"], k=6))
+    ids = byte_ids(tokenizer, data)[: rng.randint(0, 8)]
+    if rng.random() < 0.3:
+        ids.insert(rng.randint(0, len(ids)), next(iter(tokenizer.eos_token_ids)))
+    return ids if rng.random() < 0.7 else [rng.randrange(7, tokenizer.vocab_size) for _ in range(rng.randint(0, 8))]
+
+
+def places(data: Sequence[bytes]) -> list[int]:
+    """For each of the tokens' bytes: which character of the decoded whole its first byte is in."""
+    whole, chars, at = b"".join(data), [], 0
+    while at < len(whole):
+        try:
+            valid = whole[at:].decode()
+            bad = len(valid.encode()), len(valid.encode())
+        except UnicodeDecodeError as error:
+            valid, bad = whole[at : at + error.start].decode(), (error.start, error.end)
+        for i, char in enumerate(valid, start=max(chars, default=-1) + 1):
+            chars += [i] * len(char.encode())
+        chars += [max(chars, default=-1) + 1] * (bad[1] - bad[0])
+        at += bad[1]
+    starts = list(itertools.accumulate((len(token) for token in data), initial=0))
+    return [[*chars, max(chars, default=-1) + 1][start] for start in starts[:-1]]
+
+
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
     """One token for every byte, whatever the merges."""
-    by_byte = {tokenizer.token_bytes(i): i for i in range(4, 4 + 256)}
+    by_byte = _ids_of_bytes(tokenizer)
     return [by_byte[bytes([b])] for b in data]
+
+
+@lru_cache
+def _ids_of_bytes(tokenizer: Tokenizer) -> dict[bytes, int]:
+    return {tokenizer.token_bytes(i): i for i in reversed(range(4, tokenizer.vocab_size))}
 
 
 @settings(max_examples=150, deadline=None)
@@ -119,6 +166,58 @@ def test_byte_fallback_runs_of_characters_are_not_torn() -> None:
 def test_character_begun_by_the_prompt_is_given_out_whole(tokenizer: Tokenizer) -> None:
     context, rest = byte_ids(tokenizer, b"ab\xe6\x97"), byte_ids(tokenizer, b"\xa5!")
     assert "".join(pieces(tokenizer, rest, context)) == "日!"
+
+
+@pytest.mark.parametrize(("kind", "n_prompts"), [("small", 500), ("bundled", 3000)])
+def test_the_answer_is_never_the_text_of_the_prompt(tokenizer: Tokenizer, kind: str, n_prompts: int) -> None:
+    """What is given out is the text of both together, less the prompt's own."""
+    real = tokenizer if kind == "small" else Tokenizer.load(BUNDLED)
+    rng = random.Random(1)
+    n_finished = 0
+    for prompt in broken_prompts(real, n_prompts):
+        answer = answer_ids(real, rng)
+        own, whole = real.decode(prompt), real.decode([*prompt, *answer])
+        finishes = not whole.startswith(own)  # the answer has finished the prompt's last character
+        kept = own[:-1] if finishes else own
+        detokenizer = Detokenizer(real, prompt)
+        parts = [*(detokenizer.feed(i) for i in answer), detokenizer.flush()]
+        assert kept + "".join(parts) == whole, (prompt, answer)
+        assert detokenizer.completes_context == finishes
+        assert detokenizer.n_chars == len(whole) - len(kept)
+        n_finished += finishes
+    assert n_finished > n_prompts / 50
+
+
+def test_a_prompt_without_an_answer_gives_nothing(tokenizer: Tokenizer) -> None:
+    for prompt in (byte_ids(tokenizer, b"ab\xe6"), tokenizer.encode("ab" + REPLACEMENT)):
+        assert Detokenizer(tokenizer, prompt).flush() == ""
+
+
+@pytest.mark.parametrize("answer", ["", "日x"])
+def test_a_byte_fallback_prompt_is_never_given_out(answer: str) -> None:
+    """Here a run of bytes is spelt as a whole: one that is cut makes all of it U+FFFD."""
+    tokenizer = ByteFallback()
+    for n_cut in range(4):
+        data = ("日🦊" * 5 + "日").encode()
+        prompt = [0, *(4 + b for b in data[: len(data) - n_cut])]
+        rest = [*(4 + b for b in data[len(data) - n_cut :] + answer.encode()), 1]
+        expected = tokenizer.decode([*prompt, *rest]).removeprefix("the" + "日🦊" * 5)
+        assert "".join(pieces(tokenizer, rest, prompt)) == (expected if n_cut else expected.removeprefix("日"))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_a_token_begins_where_the_character_of_its_first_byte_is(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    several = st.lists(st.sampled_from([b"\xe6\x97\xa5", b"\xf0\x9f\xa6\x8a", b"\xff", b"\xe6\x97", b"ab", b"\x80"]))
+    ids = byte_ids(tokenizer, b"".join(data.draw(several)))
+    ids += data.draw(st.lists(st.integers(4, 399), max_size=20))
+    detokenizer, found, n_chars = Detokenizer(tokenizer), [], []
+    for token_id in ids:
+        detokenizer.feed(token_id)
+        found.append(detokenizer.offset)
+        n_chars.append(detokenizer.n_chars)
+    assert found == places([tokenizer.token_bytes(i) for i in ids])
+    assert n_chars == sorted(n_chars)
 
 
 @pytest.mark.parametrize("kind", ["text", "invalid", "special", "emoji", "straddling"])

@@ -149,6 +149,29 @@ def test_stops_cut_inside_an_accepted_run(harness: Callable[..., Harness], monke
         assert texts(harness(5).generate([short]), [short])[0] == answer[:max_tokens]
 
 
+@pytest.mark.parametrize("end", ["stop_token_ids", "stop", "max_tokens"])
+def test_drafts_that_stand_behind_the_end_are_not_counted(
+    harness: Callable[..., Harness], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """All drafts are right, and the answer ends within them: every step counts what it gave out, no more."""
+    (r,) = requests([30])
+    answer = texts(harness(0).generate([r]), [r])[0]
+
+    def propose(runner: ModelRunner, starts: Sequence[ChainStart]) -> list[list[int]]:
+        return [answer[s.start + len(s.next_ids) - 30 + 1 :][: s.n_draft] for s in starts]
+
+    monkeypatch.setattr(engine_module, "propose", propose)
+    one, n_cut = harness(5), 0
+    for last in range(1, 13):
+        token = answer[last]
+        values = {"stop_token_ids": (token,), "stop": (tokenizer.decode([token]) or "none",), "max_tokens": last + 1}
+        (ending,) = requests([30], **{end: values[end]})
+        steps = [e.output for e in one.generate([ending]) if isinstance(e, Output)]
+        assert [o.n_accepted for o in steps] == [len(o.token_ids) - 1 for o in steps]
+        n_cut += 1 <= steps[-1].n_accepted < steps[-1].n_proposed
+    assert n_cut or end == "max_tokens"
+
+
 @pytest.mark.parametrize("cold", [False, True])
 def test_a_handed_over_draft_goes_on_step_by_step(harness: Callable[..., Harness], cold: bool) -> None:
     """From a prefill engine's own arena: the same tokens, and warm also the same accept counts, as the local run."""

@@ -165,6 +165,65 @@ def test_logprobs_only_when_asked_for(tokenizer: Tokenizer) -> None:
     assert made.logprobs == ()
 
 
+def offsets(outputs: list[TokenOutput]) -> list[int]:
+    return [one.text_offset for output in outputs for one in output.logprobs]
+
+
+def run_with_logprobs(output: OutputProcessor, steps: list[list[int]]) -> tuple[str, list[TokenOutput]]:
+    made = [output.feed(step, [TokenLogprob(i, -1.0) for i in step]) for step in steps]
+    outputs = [one for one in made if one is not None]
+    return "".join(o.text for o in outputs), outputs
+
+
+def test_places_of_tokens_in_a_stop_string_are_at_the_end_of_the_text(tokenizer: Tokenizer) -> None:
+    ids = char_ids(tokenizer, "abSTOP")
+    text, outputs = run_with_logprobs(processor(tokenizer, stop=("STOP",), logprobs=0), [[i] for i in ids])
+    assert (text, offsets(outputs)) == ("ab", [0, 1, 2, 2, 2, 2])
+    text, outputs = run_with_logprobs(processor(tokenizer, stop=("STOP",), logprobs=0), [[i] for i in [*ids[:-1], EOS]])
+    assert (text, offsets(outputs)) == ("abSTO", [0, 1, 2, 3, 4, 5])
+    assert [len(o.logprobs) for o in outputs] == [1, 1, 1, 0, 0, 3]  # not before it is known which of the two it is
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text(alphabet="abé日🦊\ufffd", max_size=30),
+    broken=st.lists(st.tuples(st.integers(0, 60), st.integers(4, 399)), max_size=6),
+    stops=st.lists(st.text(alphabet="abé日\ufffd", min_size=1, max_size=4), max_size=3),
+    seed=st.integers(0, 10**6),
+)
+def test_every_token_is_placed_in_the_text_however_tokens_are_grouped(
+    tokenizer: Tokenizer, text: str, broken: list[tuple[int, int]], stops: list[str], seed: int
+) -> None:
+    ids = char_ids(tokenizer, text)
+    for where, token_id in broken:
+        ids.insert(where, token_id)
+    found = []
+    for steps in ([[i] for i in ids] + [[EOS]], [*random_steps(ids, random.Random(seed)), [EOS]], [[*ids, EOS]]):
+        whole, outputs = run_with_logprobs(processor(tokenizer, stop=tuple(stops), logprobs=0, max_tokens=999), steps)
+        for i, output in enumerate(outputs):  # what is told in a stream is true of the whole
+            so_far = "".join(o.text for o in outputs[: i + 1])
+            assert all(one.text_offset <= len(so_far) for one in output.logprobs)
+        found.append((whole, offsets(outputs), [one.token_id for o in outputs for one in o.logprobs]))
+    assert found[0] == found[1] == found[2]
+    whole, places, taken = found[0]
+    assert places == sorted(places)
+    assert taken == [*ids, EOS][: len(taken)]
+    assert len(places) == sum(len(o.token_ids) for o in outputs)
+    for place, token_id in zip(places, taken, strict=True):
+        spelt = tokenizer.decode([token_id])
+        assert spelt.startswith(("\ufffd", whole[place : place + len(spelt)]))
+
+
+def test_a_long_hold_costs_no_more_for_every_token(tokenizer: Tokenizer) -> None:
+    """A stop string of thousands of characters: its tokens' places are kept until the end, and looked at once."""
+    n = 20_000
+    (a,) = char_ids(tokenizer, "a")
+    output = processor(tokenizer, stop=("a" * n + "b",), logprobs=0, max_tokens=n)
+    text, outputs = run_with_logprobs(output, [[a]] * n)
+    assert offsets(outputs) == list(range(n))
+    assert len(text) == n
+
+
 def test_abort_gives_the_text_so_far_once(tokenizer: Tokenizer) -> None:
     output = processor(tokenizer, stop=("###",))
     output.feed(char_ids(tokenizer, "a##"))

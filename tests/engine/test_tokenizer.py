@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
@@ -67,12 +68,37 @@ def test_chat_template_is_what_transformers_does(tokenizer: Tokenizer, model_dir
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == expected[:-1]
 
 
+@pytest.mark.parametrize("n_chars", [10, 10_000])
+def test_a_text_that_begins_with_bos_gets_no_second_one(tokenizer: Tokenizer, n_chars: int) -> None:
+    text = "Tom has 12"[:n_chars] * (n_chars // 10)
+    plain = tokenizer.encode(text)
+    assert plain[0] == 0
+    assert tokenizer.encode(BOS + text) == plain
+    assert tokenizer.encode(BOS + BOS + text) == [0, *plain]  # what the client wrote itself stays
+    assert tokenizer.encode("x" + BOS + text).count(0) == 2
+
+
+def test_a_templated_prompt_is_the_same_as_text_and_as_a_conversation(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Tom has 12"}]
+    assert tokenizer.encode(tokenizer.render_chat(messages, {})) == tokenizer.apply_chat_template(messages)
+
+
+def test_bos_twice_stays_where_the_tokenizer_adds_none(model_dir: Path, tmp_path: Path) -> None:
+    copy = write_tokenizer_dir(tmp_path)
+    settings = json.loads((copy / "tokenizer.json").read_text())
+    (copy / "tokenizer.json").write_text(json.dumps({**settings, "post_processor": None}))
+    plain = Tokenizer.load(copy)
+    assert plain.encode(BOS + BOS + "x")[:2] == [0, 0]
+
+
 def test_chat_template_kwargs_reach_the_template(tokenizer: Tokenizer) -> None:
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], thinking=True)
     assert tokenizer.decode(ids).endswith("think")
 
 
-@pytest.mark.parametrize("name", ["chat_template", "tokenize", "return_dict", "tools"])
+@pytest.mark.parametrize(
+    "name", ["chat_template", "tokenize", "return_dict", "tools", "self", "messages", "conversations"]
+)
 def test_chat_template_kwargs_may_not_be_arguments_of_the_call(tokenizer: Tokenizer, name: str) -> None:
     with pytest.raises(RequestFailed, match=name) as failure:
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], **{name: "{{ 1 }}"})  # type: ignore[arg-type]

@@ -60,8 +60,18 @@ FAST = Deadlines(peer_s=1.5, ping_s=0.2, reserve_s=3.0, quiesce_s=2.0, probe_s=1
 
 
 class FakeTokenizer:
+    """One token for each character. It is its own process."""
+
     vocab_size = VOCABULARY
     eos_token_ids = frozenset({EOS})
+    chars_per_token = 1
+
+    def process(self) -> FakeTokenizer:
+        return self
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
 
     def encode(self, text: str) -> list[int]:
         return [ord(c) % VOCABULARY for c in text]
@@ -71,9 +81,6 @@ class FakeTokenizer:
 
     def token_text(self, token_id: int) -> str:
         return str(token_id)
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
-        return [1]
 
 
 def first_token_of(prompt: tuple[int, ...]) -> int:

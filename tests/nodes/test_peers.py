@@ -131,16 +131,6 @@ async def test_a_name_that_does_not_resolve_and_a_port_where_nobody_listens_are_
     await reason_within(d, "nobody listens at 127.0.0.1:1 (Connection refused)", KNOWN_S)
 
 
-async def test_a_prefill_node_that_may_still_be_starting_is_no_warning_and_one_that_does_not_come_is(
-    pair: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
-    d = await pair.decode("127.0.0.1:1", deadlines=replace(FAST, connect_s=1000.0), wait=False)
-    await reason_within(d, "nobody listens at 127.0.0.1:1", 10.0)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    await pair.decode("127.0.0.1:1", deadlines=replace(FAST, connect_s=0.1), wait=False)
-    await until(lambda: any("nobody listens at 127.0.0.1:1" in message for message in caplog.messages), 10.0)
-
-
 @pytest.mark.parametrize(
     ("known", "spelt"),
     [("[::1]:1", "::1"), ("[::1]:1", "[::1]"), ("[::1]:1", "0:0:0:0:0:0:0:1"), ("127.0.0.1:1", "LocalHost")],
@@ -154,6 +144,16 @@ async def test_a_router_may_spell_an_address_otherwise(pair: Pair, known: str, s
     with pytest.raises(RequestFailed) as caught:
         d.node.submit(replace(request(20), named=NamedRoom(7, "::2", 1)))
     assert caught.value.code == "unknown_prefill"
+
+
+async def test_a_prefill_node_that_may_still_be_starting_is_no_warning_and_one_that_does_not_come_is(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    d = await pair.decode("127.0.0.1:1", deadlines=replace(FAST, connect_s=1000.0), wait=False)
+    await reason_within(d, "nobody listens at 127.0.0.1:1", 10.0)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    await pair.decode("127.0.0.1:1", deadlines=replace(FAST, connect_s=0.1), wait=False)
+    await until(lambda: any("nobody listens at 127.0.0.1:1" in message for message in caplog.messages), 10.0)
 
 
 async def test_an_http_port_is_not_taken_for_a_prefill_node(pair: Pair) -> None:

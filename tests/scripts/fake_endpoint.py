@@ -17,6 +17,8 @@ class Script:
 
     reply: Callable[[dict[str, Any]], list[str]] = lambda body: [" It is", " 4 .", " #### 4"]
     headers: dict[str, str] = field(default_factory=lambda: {"x-pd-prefill": "127.0.0.1:8998", "x-pd-room": "7"})
+    pd: dict[str, str] | None = None
+    """What the last chunk tells of the prefill node."""
     status: int = 200
     done: bool = True
     error_event: str | None = None
@@ -69,7 +71,9 @@ class FakeEndpoint:
                     self._event({"error": {"message": script.error_event, "code": "prefill_lost"}})
                     return
                 self._event({"choices": [{"index": 0, "text": "", "delta": {}, "finish_reason": "stop"}]})
-                self._event({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2 * len(texts)}})
+                usage = {"prompt_tokens": 9, "completion_tokens": 2 * len(texts)}
+                self.wfile.write(b": waiting\n\n")
+                self._event({"choices": [], "usage": usage, **({} if script.pd is None else {"pd": script.pd})})
                 if script.done:
                     self.wfile.write(b"data: [DONE]\n\n")
 

@@ -201,8 +201,9 @@ def test_require_prefill_refuses_local_and_unnamed_work(data: Path, headers: dic
     with serving(Script(headers=headers)) as endpoint:
         assert run(data, endpoint.url) == 0
         assert run(data, endpoint.url, "--require-prefill") == 1
-    with serving(Script()) as endpoint:
-        assert run(data, endpoint.url, "--require-prefill") == 0
+    for script in (Script(), Script(headers={}, pd={"prefill": "127.0.0.1:8998", "room": "7"})):
+        with serving(script) as endpoint:
+            assert run(data, endpoint.url, "--require-prefill") == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,128 @@
+"""JSON bodies: their structure is counted before a single object is built from them, and large ones leave the loop."""
+
+from __future__ import annotations
+
+import email.message
+import json
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
+
+from server.api.errors import ClientDisconnected, InvalidRequest
+from server.api.lanes import Lane
+
+MAX_DEPTH = 64
+"""Lists and objects inside each other."""
+MAX_CONTAINERS = 1 << 15
+"""Lists and objects in one body: a conversation of the most messages, each with a list of parts, has a third."""
+MAX_STRINGS = 1 << 16
+"""Strings in one body, keys included."""
+MIN_MAX_VALUES = 1 << 19
+"""Elements in one body, or as many as the context and some more where that is longer: each is an object for a while."""
+INLINE_NBYTES = 1 << 14
+"""Smaller bodies are read in the event loop, in well under a millisecond."""
+_STRUCTURE = b'"{}[],'
+_TEXT = bytes(byte for byte in range(256) if byte not in _STRUCTURE)
+
+
+def check_structure(body: bytes, max_values: int) -> None:
+    """Bounds what reading ``body`` can cost, whatever it is: a few passes at the speed of ``memchr``.
+
+    :raises InvalidRequest: 400 with both numbers. Broken JSON may pass; the parser will tell.
+    """
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _TEXT)
+    n_strings = bare.count(b'"') // 2
+    if n_strings > MAX_STRINGS:
+        raise _too_many("strings", n_strings, MAX_STRINGS)
+    outside = b"".join(bare.split(b'"')[::2])
+    n_containers = outside.count(b"[") + outside.count(b"{")
+    n_values = outside.count(b",") + n_containers
+    if n_values > max_values:
+        raise _too_many("elements", n_values, max_values)
+    if n_containers > MAX_CONTAINERS:
+        raise _too_many("lists and objects", n_containers, MAX_CONTAINERS)
+    depth = deepest = 0
+    for byte in outside.replace(b",", b"")[: 2 * n_containers]:  # more can only be brackets that close nothing
+        depth += 1 if byte in b"[{" else -1
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        raise InvalidRequest(None, f"The body has {deepest} lists and objects inside each other: at most {MAX_DEPTH}.")
+
+
+def parse_json(body: bytes, max_values: int) -> Any:
+    """:raises InvalidRequest: 400, the body is no JSON or has too many parts."""
+    check_structure(body, max_values)
+    try:
+        return json.loads(body.decode("utf-8-sig"))  # in no other encoding are the counted bytes the characters
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(None, f"The body is not valid JSON: {error.msg}.", code="invalid_json") from error
+    except (ValueError, RecursionError) as error:  # no UTF-8, or a number of more than 4,300 digits
+        raise InvalidRequest(None, f"The body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def bounded_route(lane: Lane, max_context: Callable[[], int]) -> type[APIRoute]:
+    """The class of routes whose JSON body is bounded, and read in ``lane`` if it is large.
+
+    A body may have ``max_context()`` token ids, in tokens, and more.
+    """
+
+    class BoundedRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def bounded(request: Request) -> Response:
+                if not _is_json(request):
+                    return await handle(request)
+                try:
+                    body = b"".join([chunk async for chunk in request.stream()])
+                except ClientDisconnect as error:
+                    raise ClientDisconnected from error
+                nbytes, max_values = len(body), max(MIN_MAX_VALUES, max_context() + MAX_STRINGS)
+                if nbytes <= INLINE_NBYTES:
+                    value = parse_json(body, max_values) if body else None
+                else:
+                    value = await lane.run(nbytes, partial(parse_json, body, max_values))
+                del body  # the answer may take minutes
+                return await handle(ParsedRequest(request, value, nbytes))
+
+            return bounded
+
+    return BoundedRoute
+
+
+class ParsedRequest(Request):
+    """A request whose JSON has been read. The bytes are not kept; ``nbytes`` is how many they were."""
+
+    def __init__(self, request: Request, value: Any, nbytes: int) -> None:
+        super().__init__(request.scope, request.receive)
+        self.nbytes = nbytes
+        self._value = [value]
+
+    async def body(self) -> bytes:
+        """Nothing if there was no body, else some bytes: FastAPI only asks whether there was one."""
+        return b"read already" if self.nbytes else b""
+
+    async def json(self) -> Any:
+        """What was read. It is handed over: a second call raises."""
+        return self._value.pop()
+
+
+def body_nbytes(request: Request) -> int:
+    """The size of a request's JSON body; 0 if it had none."""
+    return request.nbytes if isinstance(request, ParsedRequest) else 0
+
+
+def _is_json(request: Request) -> bool:
+    """As FastAPI decides whether it reads a body as JSON."""
+    message = email.message.Message()
+    message["content-type"] = request.headers.get("content-type", "")
+    subtype = message.get_content_subtype()
+    return message.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
+
+
+def _too_many(what: str, n: int, most: int) -> InvalidRequest:
+    return InvalidRequest(None, f"The body has {n} {what}: at most {most} are taken.", code="too_many_elements")

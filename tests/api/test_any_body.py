@@ -1,0 +1,102 @@
+"""No body that a client can send is a fault of the server: whatever JSON it is, the answer is 200, 4xx or 503."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from server.api.schemas import ChatCompletionRequest, CompletionRequest
+from tests.api.test_chat import CHAT
+from tests.api.test_errors import JSON
+
+TEXT = st.text(st.characters(categories=None) | st.sampled_from("\ud800\udfff\x00\ufffd\u2028<>{}%"), max_size=6)
+NUMBERS = st.integers() | st.integers(-3, 300) | st.floats() | st.sampled_from([2**63, -(2**63) - 1, 10**400])
+ANY = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=8,
+)
+NESTED = st.integers(1, 3000).map(lambda depth: json.loads("[" * min(depth, 400) + "]" * min(depth, 400)))
+VALUE = ANY | NESTED
+ARGUMENTS = [
+    "self",
+    "tokenizer",
+    "messages",
+    "chat_template",
+    "conversation",
+    "tokenize",
+    "kwargs",
+    "variables",
+    "bos_token",
+]
+KWARGS = st.dictionaries(st.sampled_from(ARGUMENTS) | TEXT, VALUE, max_size=3)
+ROLE = st.sampled_from(["user", "system", "assistant", "tool"])
+PART = st.fixed_dictionaries({"type": st.just("text"), "text": TEXT})
+ODD = {"name": VALUE, "reasoning": VALUE, "tool_calls": VALUE}
+MESSAGE = st.fixed_dictionaries({"role": ROLE, "content": TEXT | st.lists(PART, max_size=3)}, optional=ODD)
+ODD_MESSAGE = st.fixed_dictionaries({"role": ROLE | VALUE, "content": st.lists(PART | VALUE) | VALUE}, optional=ODD)
+IDS = st.lists(st.integers(0, 399), min_size=1, max_size=5)
+GOOD: dict[str, st.SearchStrategy[Any]] = {
+    "prompt": TEXT | IDS | st.lists(TEXT, min_size=1, max_size=4) | st.lists(IDS, min_size=1, max_size=4),
+    "messages": st.lists(MESSAGE, min_size=1, max_size=3),
+}
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "prompt": st.lists(st.integers(-1, 401) | VALUE, max_size=5)
+    | st.lists(st.lists(st.integers(-1, 401) | ANY))
+    | VALUE,
+    "messages": st.lists(MESSAGE | ODD_MESSAGE, max_size=3) | VALUE,
+    "chat_template_kwargs": KWARGS,
+}
+
+
+def bodies(model: type[CompletionRequest] | type[ChatCompletionRequest], required: str) -> st.SearchStrategy[Any]:
+    names = sorted({*model.model_fields, *model.refused})
+    optional = {name: st.none() | FIELDS.get(name, VALUE) for name in names if name != required}
+    chosen = st.lists(st.sampled_from(sorted(optional)), max_size=2, unique=True)
+    some = chosen.flatmap(lambda few: st.fixed_dictionaries({name: optional[name] for name in few}))
+    unknown = st.dictionaries(TEXT, VALUE, max_size=2)
+    merged = st.builds(lambda a, b, c: a | b | c, unknown, some, st.fixed_dictionaries({required: GOOD[required]}))
+    kwargs = st.fixed_dictionaries({required: GOOD[required], "chat_template_kwargs": KWARGS})
+    return merged | kwargs | st.fixed_dictionaries({required: FIELDS[required]}) | VALUE
+
+
+@pytest.mark.parametrize(
+    ("path", "strategy"),
+    [("/v1/completions", bodies(CompletionRequest, "prompt")), (CHAT, bodies(ChatCompletionRequest, "messages"))],
+    ids=["completions", "chat"],
+)
+async def test_no_body_is_a_fault_of_the_server(app: FastAPI, path: str, strategy: st.SearchStrategy[Any]) -> None:
+    loop = asyncio.get_running_loop()
+
+    def ask(body: Any) -> None:
+        answer = asyncio.run_coroutine_threadsafe(post(body), loop).result(60)
+        assert answer.status_code < 500 or answer.status_code == 503, (body, answer.text)
+        assert '"internal_error"' not in answer.text, (body, answer.text)
+
+    async def post(body: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(path, content=json.dumps(body), headers=JSON)
+
+    @given(body=strategy)
+    @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    def check(body: Any) -> None:
+        ask(body)
+
+    await loop.run_in_executor(None, check)
+
+
+@pytest.mark.parametrize("name", ["name", "content", "tool_calls"])
+@pytest.mark.parametrize("depth", [10, 60, 900, 100_000])
+async def test_lists_in_lists_are_answered_or_refused(client: httpx.AsyncClient, name: str, depth: int) -> None:
+    nested = "[" * depth + "]" * depth
+    body = f'{{"messages": [{{"role": "user", "content": "x", "{name}": {nested}}}], "max_tokens": 1}}'
+    answer = await client.post(CHAT, content=body, headers=JSON)
+    assert answer.status_code in (200, 400, 413)

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from server.api.lanes import Lane, LaneLimits
+from server.engine.request import RequestFailed
+
+LONG_S = 60.0
+
+
+class Gate:
+    """A call that says when it has begun, and ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self) -> str:
+        self.begun.set()
+        assert self.open.wait(LONG_S)
+        return "through"
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.open.set()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not condition():  # noqa: ASYNC110 - a thread's event, and a length
+            await asyncio.sleep(0.005)
+
+
+def lane(**limits: float) -> Lane:
+    return Lane("test", LaneLimits(**{"max_waiting": 8, "wait_s": LONG_S, "run_s": LONG_S, **limits}))  # type: ignore[arg-type]
+
+
+async def occupied(lane: Lane, gate: Gate) -> asyncio.Task[str]:
+    task = asyncio.create_task(lane.run(1, gate))
+    await until(gate.begun.is_set)
+    return task
+
+
+async def result_of(work: Awaitable[object]) -> str:
+    try:
+        return str(await work)
+    except RequestFailed as failure:
+        return f"{failure.status} {failure.code}"
+
+
+async def test_smaller_jobs_go_first(gate: Gate) -> None:
+    jobs, done = lane(), []
+    first = await occupied(jobs, gate)
+    waiting = [asyncio.create_task(jobs.run(size, lambda size=size: done.append(size))) for size in (5, 3, 9, 1)]  # type: ignore[misc]
+    await until(lambda: jobs.n_waiting == 4)
+    gate.open.set()
+    assert await first == "through"
+    await asyncio.gather(*waiting)
+    assert done == [1, 3, 5, 9]
+
+
+async def test_no_more_jobs_wait_than_may(gate: Gate) -> None:
+    jobs = lane(max_waiting=2)
+    tasks = [await occupied(jobs, gate), *(asyncio.create_task(jobs.run(1, str)) for _ in range(2))]
+    await until(lambda: jobs.n_waiting == 2)
+    assert await result_of(jobs.run(1, str)) == "503 overloaded"
+    gate.open.set()
+    await asyncio.gather(*tasks)
+    assert await jobs.run(1, lambda: "again") == "again"
+
+
+async def test_a_turn_that_does_not_come_is_a_503(gate: Gate) -> None:
+    jobs = lane(wait_s=0.05)
+    first = await occupied(jobs, gate)
+    assert await result_of(jobs.run(1, str)) == "503 overloaded"
+    assert jobs.n_waiting == 0
+    gate.open.set()
+    await first
+
+
+async def test_a_job_that_takes_too_long_is_given_up_with_a_504(gate: Gate) -> None:
+    jobs, given_up = lane(run_s=0.05), []
+    assert await result_of(jobs.run(1, gate, lambda: given_up.append(True))) == "504 deadline"
+    assert given_up == [True]
+    gate.open.set()
+
+
+async def test_a_caller_that_goes_away_takes_its_job_out_of_the_queue(gate: Gate) -> None:
+    jobs, done = lane(), []
+    first = await occupied(jobs, gate)
+    gone, stays = (asyncio.create_task(jobs.run(i, lambda i=i: done.append(i))) for i in (1, 2))  # type: ignore[misc]
+    await until(lambda: jobs.n_waiting == 2)
+    gone.cancel()
+    await until(lambda: jobs.n_waiting == 1)
+    gate.open.set()
+    await asyncio.gather(first, stays)
+    assert done == [2]
+    assert gone.cancelled()
+
+
+async def test_a_caller_that_goes_away_while_its_job_runs_gives_it_up(gate: Gate) -> None:
+    jobs, given_up = lane(), []
+    first = asyncio.create_task(jobs.run(1, gate, lambda: (given_up.append(True), gate.open.set())))
+    await until(gate.begun.is_set)
+    next_one = asyncio.create_task(jobs.run(1, lambda: "next"))
+    first.cancel()
+    assert await next_one == "next"
+    assert given_up == [True]
+
+
+async def done_in(jobs: Lane, size: int) -> str:
+    return await result_of(jobs.run(size, lambda: "done"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_the_lane_is_free_after_any_mixture_of_cancellations(seed: int) -> None:
+    rng, jobs = random.Random(seed), lane(max_waiting=4)
+    tasks = []
+    for _ in range(20):
+        tasks.append(asyncio.create_task(done_in(jobs, rng.randrange(5))))
+        for _ in range(rng.randrange(4)):
+            await asyncio.sleep(0)
+        if rng.random() < 0.5:
+            rng.choice(tasks).cancel()
+    async with asyncio.timeout(LONG_S):
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert await jobs.run(1, lambda: "free") == "free"
+    assert jobs.n_waiting == 0
