@@ -88,6 +88,7 @@ def test_a_sample_streams_while_others_wait(server_url: str, backend: FakeBacken
     assert texts(rest[:-1]) == {1: ANSWER, 2: ANSWER}
     room = backend.first_room or 0
     assert [chunk["pd"] for chunk in rest[:-1] if "pd" in chunk] == [rest[-2]["pd"]]
+    assert rest[-2]["id"] == f"cmpl-{rest[-2]['pd'].pop('request_id')}"
     assert rest[-2]["pd"] == {"prefill": "10.0.0.1:8998", "room": f"{room},{room + 1},{room + 2}"}
 
 
@@ -105,6 +106,7 @@ def test_a_stream_that_waits_sends_comments_and_tells_the_rest_at_its_end(
         backend.script.waiting.clear()
         *chunks, done = stream.rest()
     assert done == "[DONE]"
+    assert chunks[-1]["id"].endswith(chunks[-1]["pd"].pop("request_id"))
     assert chunks[-1]["pd"] == {"prefill": "10.0.0.1:8998", "room": str(backend.first_room), "retries": "1"}
     assert (chunks[-1]["choices"] == []) == usage
     assert not any("pd" in chunk for chunk in chunks[:-1])

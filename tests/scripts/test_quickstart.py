@@ -18,13 +18,13 @@ import pytest
 from process_pair import Pair, Process, StopRequested, StopSignals
 from quickstart import parse_args
 
+pytestmark = pytest.mark.processes
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 LAUNCHER = """\
 #!{python}
 import json, os, pathlib, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-pytestmark = pytest.mark.processes
 
 role = {role!r}
 here = pathlib.Path(__file__).parent
