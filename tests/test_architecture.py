@@ -18,8 +18,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.model": ("server.model", "server.cache"),
     "server.cache": ("server.cache",),
     "server.engine": ("server.engine", "server.model", "server.cache"),
-    "server.transfer": ("server.transfer", "server.cache"),
-    "server.api": ("server.api", "server.engine.request", "server.threads"),
+    "server.transfer": ("server.transfer", "server.cache", "server.memory"),
+    "server.api": ("server.api", "server.engine.request", "server.memory", "server.threads"),
     "server.node": ("server.node", "server.engine", "server.transfer", "server.cache"),
     "server.prefill": (
         "server.prefill",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import resource
-import threading
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,11 +11,11 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from server.api.http_limits import SMALL_BODY_NBYTES, HttpLimits, Refusal, too_many_bodies, too_many_connections
+from server.memory import give_back_soon
 
 logger = logging.getLogger(__name__)
 
 _TELL_EVERY_S = 10.0
-_TRIM_AFTER_S = 0.5
 _OTHER_FILES = 512
 """Open files of a node beside its HTTP connections: control connections, Mooncake's sockets, logs."""
 _TRIM_NBYTES = 16 << 20
@@ -130,7 +128,7 @@ class ConnectionManager:
         body.held_nbytes = 0
         if not self._held_nbytes and self._most_held_nbytes >= _TRIM_NBYTES:
             self._most_held_nbytes = 0
-            threading.Thread(target=_give_memory_back, name="malloc-trim", daemon=True).start()
+            give_back_soon()
 
     def closes(self, connection: Connection) -> None:
         """``connection`` has been refused, and counts no more. Few are waited for: the oldest of too many is closed."""
@@ -146,13 +144,6 @@ class ConnectionManager:
         if now - self._told_at >= _TELL_EVERY_S:
             self._told_at = now
             logger.warning("HTTP: %s (%s; pd_http_refused_total counts all of them)", message, reason)
-
-
-def _give_memory_back() -> None:
-    """To the system: the C library would keep what it has freed. In a thread, since it takes some milliseconds."""
-    time.sleep(_TRIM_AFTER_S)
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
 
 
 def allow_open_files(max_connections: int) -> None:

@@ -8,7 +8,6 @@ last complete message than any message may have is cut.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import socket
 import struct
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from server.memory import give_back_soon
 from server.transfer.protocol import MAX_FRAME_NBYTES
 
 UNFINISHED_AT_MOST_NBYTES = 8 * MAX_FRAME_NBYTES
@@ -45,7 +45,6 @@ class Connections:
         self._port = port
         self._open: dict[int, _Connection] = {}
         self._was_over = False
-        self._must_trim = False
 
     def opened(self, fd: int) -> None:
         """ZMQ has accepted or made the connection ``fd``. Its first message may have been heard already."""
@@ -78,8 +77,6 @@ class Connections:
 
         Only if it was too much at the call before as well: messages that are complete are taken in between.
         """
-        if self._must_trim:
-            _give_memory_back()
         held = {fd: _unfinished_nbytes(fd, connection) for fd, connection in self._open.items()}
         too_much = sum(held.values()) - UNFINISHED_AT_MOST_NBYTES
         was_over, self._was_over = self._was_over, too_much > 0
@@ -92,15 +89,9 @@ class Connections:
             with _borrowed(fd) as borrowed, contextlib.suppress(OSError):
                 if borrowed is not None and _ends(borrowed) == self._open[fd].ends:
                     borrowed.shutdown(socket.SHUT_RDWR)
-        self._must_trim = bool(cut)
+        if cut:
+            give_back_soon()
         return cut
-
-
-def _give_memory_back() -> None:
-    """What ZMQ's thread has freed by now. The C library keeps it for that thread otherwise."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _unfinished_nbytes(fd: int, connection: _Connection) -> int:
