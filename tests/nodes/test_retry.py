@@ -185,7 +185,8 @@ class _Deaf:
         return getattr(self._reception, name)
 
 
-async def test_a_full_prefill_node_refuses_and_another_serves(pair: Pair) -> None:
+async def test_a_full_prefill_node_refuses_and_another_serves(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.decode.peers.UNWILLING_S", 600.0)
     full, free = await pair.prefill(geometry=make_geometry(slots=2), max_queue=1), await pair.prefill()
     filler = await pair.decode(full)
     full.engine.gate.clear()

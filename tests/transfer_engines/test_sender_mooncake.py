@@ -77,9 +77,17 @@ def test_a_killed_peer_makes_the_room_unknown_at_once(
 ) -> None:
     source = np.full(256 * MIB, 7, np.uint8)
     peer = start_peer(source.nbytes)
-    start_sender(source, peer.session).send(make_job(cut(source, peer.address, 32 * MIB)))
-    while not peer.memory[0]:
-        time.sleep(1e-4)
+    sender = start_sender(source, peer.session)
+    for batch_id in range(50):
+        sender.send(make_job(cut(source, peer.address, 32 * MIB), batch_id=batch_id))
+        while not peer.memory[0]:
+            time.sleep(1e-4)
+        peer.freeze()
+        if not peer.memory[-1]:
+            break
+        peer.thaw()  # it was written before this process had its turn: once more
+        assert results.next().outcome is SendOutcome.APPLIED
+        peer.memory[:] = 0
     peer.kill()
     killed = time.monotonic()
     result = results.next()
