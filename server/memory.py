@@ -8,14 +8,18 @@ import time
 
 _SETTLE_S = 0.5
 """Until whoever was told to let go of memory has done so."""
+_is_coming = threading.Event()
 
 
 def give_back_soon() -> None:
     """Returns at once: a search for free memory takes some milliseconds, in a thread of its own."""
-    threading.Thread(target=_give_back, name="malloc-trim", daemon=True).start()
+    if not _is_coming.is_set():
+        _is_coming.set()
+        threading.Thread(target=_give_back, name="malloc-trim", daemon=True).start()
 
 
 def _give_back() -> None:
     time.sleep(_SETTLE_S)
+    _is_coming.clear()
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc
         trim(0)

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from server.engine.request import RequestFailed
+from server.memory import give_back_soon
 from server.threads import Threads
 
 T = TypeVar("T")
+
+_LARGE = 1 << 18
+"""Size of a job whose memory is worth a search, once it is over."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ class Lane:
             yield
         finally:
             self._pass_on()
+            if size >= _LARGE:
+                give_back_soon()
 
     async def _wait(self, size: int) -> None:
         if len(self._waiting) >= self._limits.max_waiting:
