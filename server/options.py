@@ -9,6 +9,8 @@ from pathlib import Path
 
 from server import __version__
 
+MAX_THREADS = 1024
+"""A typing error must not take all threads of a machine."""
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "tiny-dsv4"
 
 
@@ -123,7 +125,7 @@ def node_parser(prog: str, description: str, *, port: int) -> argparse.ArgumentP
         default=None,
         help="results do not depend on the rest of the batch (default: on with --device cpu)",
     )
-    compute.add_argument("--threads", type=_positive, default=1, metavar="N", help="CPU threads of one operation")
+    compute.add_argument("--threads", type=_threads, default=1, metavar="N", help="CPU threads of one operation")
     compute.add_argument(
         "--chunk-tokens", type=_positive, default=256, metavar="N", help="most prompt tokens of one step, in tokens"
     )
@@ -292,6 +294,15 @@ def _positive(text: str) -> int:
     value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def _threads(text: str) -> int:
+    value = _positive(text)
+    if value > MAX_THREADS:
+        raise argparse.ArgumentTypeError(
+            f"{value} threads are more than {MAX_THREADS}: name those of this machine's cores"
+        )
     return value
 
 

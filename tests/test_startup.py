@@ -144,6 +144,7 @@ def test_no_command_line_takes_an_abbreviation() -> None:
         (P, ["--bootstrap", "0"], "unrecognized arguments: --bootstrap 0"),
         (P, ["--bootstrap-port", "70000"], "70000 is not a port"),
         (D, ["--local-prefill", "--threads", "x"], "'x' is not a whole number"),
+        (D, ["--local-prefill", "--threads", "100000"], "100000 threads are more than 1024"),
         (D, ["--local-prefill", "--drain-timeout", "x"], "x is no number of seconds"),
         (D, ["--prefill", "http://127.0.0.1:8998"], "is a URL or path, not HOST:BOOTSTRAP_PORT"),
     ],
