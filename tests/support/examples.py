@@ -46,5 +46,5 @@ def openai_of_the_readme(port: object) -> str:
 
 def refusal_of_the_readme() -> str:
     """The answer that the README shows for ``--fault drop:swa:1``, as one line."""
-    (shown,) = blocks(README, "text")[:1]
+    (shown,) = [block for block in blocks(README, "text") if block.startswith('{"error"')]
     return " ".join(shown.split())
