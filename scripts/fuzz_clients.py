@@ -19,6 +19,7 @@ WITHIN_S = 10.0
 """A small request beside an attack is answered within this time. It takes a few hundredths of a second alone."""
 GROWTH = 1.1
 """What a node's memory may be of what it was, when an attack is over and has been cleared away."""
+WARM_UP_S = 1.0
 FORGET_S = 20.0
 LINGER_S = 1.0
 """Small requests are asked for so long after an attack: its work may outlive its clients."""
@@ -112,6 +113,9 @@ def attack_pair(
     report: dict[str, Any] = {"quiet": quiet.as_json()}
     mistakes = [f"quiet: {mistake}" for mistake in quiet.mistakes[:3]]
     registered = prefill.info()["peers"]
+    for node in (decode, prefill):  # the first large requests fill what the allocators keep
+        for attack in (Attack.BODIES, Attack.LISTS):
+            hostile_clients.run(attack, node.url, seed, min(seconds, WARM_UP_S))
     before = {node.role: resident_mib(node.pid) for node in (prefill, decode)}
     for attack in attacks:
         for node in (decode, prefill):

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from server.api.errors import ClientDisconnected, InvalidRequest
 from server.api.lanes import Lane
+from server.api.streaming import until_disconnect
 
 MAX_DEPTH = 64
 """Lists and objects inside each other."""
@@ -85,7 +86,8 @@ def bounded_route(lane: Lane, max_context: Callable[[], int]) -> type[APIRoute]:
                 if nbytes <= INLINE_NBYTES:
                     value = parse_json(body, max_values) if body else None
                 else:
-                    value = await lane.run(nbytes, partial(parse_json, body, max_values))
+                    read = lane.run(nbytes, partial(parse_json, body, max_values))
+                    value = await until_disconnect(request.receive, read)
                 del body  # the answer may take minutes
                 return await handle(ParsedRequest(request, value, nbytes))
 

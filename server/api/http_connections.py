@@ -116,6 +116,7 @@ class ConnectionManager:
             if oldest is connection:
                 return too_many_bodies(self.limits)
             oldest.refuse(too_many_bodies(self.limits))
+            self._growing.pop(oldest, None)  # one whose client has just gone refuses nothing
         return None
 
     def body_ended(self, connection: Connection) -> None:

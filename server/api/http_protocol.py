@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -19,6 +20,8 @@ from server.api import http_limits
 from server.api.http_connections import Body, ConnectionManager
 from server.api.http_limits import CHUNK_BYTES_A_FRAMING_BYTE, Refusal
 from server.api.middleware import UNSENT_STATUS
+
+logger = logging.getLogger(__name__)
 
 _GRACE_S = 0.25
 """At the end of a time limit, so that what came while this process was busy is still read."""
@@ -98,12 +101,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._head_begun and not self._is_refused:
             self._write_refusal(http_limits.too_many_connections(self._limits))
             self.transport.close()
+            self._watch_writing()
         else:
             self._close()
         self._manager.closed(self)
 
     def refuse(self, refusal: Refusal) -> None:
         """Answers with ``refusal`` if nothing else was answered or is being answered, and closes the connection."""
+        if self.transport.is_closing():  # the client has gone
+            self._manager.body_ended(self)
+            self._manager.release(self._body)
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True
@@ -167,6 +174,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._ignore_upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserError as error:
+            if self._refusal is None and isinstance(error, httptools.HttpParserCallbackError):
+                logger.error("a request could not be read: %r", error.__context__ or error)
             self.refuse(self._refusal or http_limits.malformed(str(error) or "it cannot be parsed"))
             return
         if self._n_stages == stage:

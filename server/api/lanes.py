@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from server.engine.request import RequestFailed
@@ -33,7 +33,7 @@ class Lane:
     """A thread of its own with a bounded queue in front of it. A caller that is cancelled takes its job out of it.
 
     A job in the thread cannot be ended, so only jobs of a bounded size may come here, or those whose ``give_up`` ends
-    them by other means.
+    them by other means. The next one begins when the thread is free, whether somebody still waits for the job or not.
     """
 
     def __init__(self, name: str, limits: LaneLimits) -> None:
@@ -57,36 +57,36 @@ class Lane:
         Raises :class:`RequestFailed`: 503 ``overloaded`` if too many jobs wait, or the turn does not come in time; 504
         ``deadline`` for a call that does not end in time; and what the call raises.
         """
-        async with self._turn(size):
-            try:
-                async with asyncio.timeout(self._limits.run_s):
-                    return await self._threads.run(function)
-            except BaseException as error:
-                if give_up is not None:
-                    give_up()
-                if isinstance(error, TimeoutError):
-                    reason = f"phase {self.name}: not done after {self._limits.run_s:g} s (size {size})"
-                    raise RequestFailed("deadline", reason, status=504) from error
-                raise
+        if self._is_taken:
+            await self._wait(size)
+        self._is_taken = True
+        call = asyncio.ensure_future(self._threads.run(function))
+        call.add_done_callback(partial(self._on_done, size))
+        try:
+            async with asyncio.timeout(self._limits.run_s):
+                return await asyncio.shield(call)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if give_up is not None:
+                give_up()
+            if isinstance(error, TimeoutError):
+                reason = f"phase {self.name}: not done after {self._limits.run_s:g} s (size {size})"
+                raise RequestFailed("deadline", reason, status=504) from error
+            raise
 
     def close(self) -> None:
         self._threads.close()
 
-    @asynccontextmanager
-    async def _turn(self, size: int) -> AsyncIterator[None]:
-        if self._is_taken:
-            await self._wait(size)
-        self._is_taken = True
-        try:
-            yield
-        finally:
-            self._pass_on()
-            if size >= _LARGE:
-                give_back_soon()
+    def _on_done(self, size: int, call: asyncio.Future[T]) -> None:
+        """The thread is free again, perhaps long after its caller has gone."""
+        if not call.cancelled():
+            call.exception()  # looked at, also where nobody waits for it
+        self._pass_on()
+        if size >= _LARGE:
+            give_back_soon()
 
     async def _wait(self, size: int) -> None:
         if len(self._waiting) >= self._limits.max_waiting:
-            reason = f"{len(self._waiting)} prompts wait already to be read (phase {self.name}): try again later"
+            reason = f"{len(self._waiting)} requests wait already (phase {self.name}): try again later"
             raise RequestFailed("overloaded", reason, status=503)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (size, next(self._ages), turn)
@@ -101,7 +101,7 @@ class Lane:
             elif turn.done() and not turn.cancelled():
                 self._pass_on()  # the turn came at the same moment
             if isinstance(error, TimeoutError):
-                reason = f"phase {self.name}: no turn within {self._limits.wait_s:g} s, other prompts were shorter"
+                reason = f"phase {self.name}: no turn within {self._limits.wait_s:g} s, other requests were shorter"
                 raise RequestFailed("overloaded", reason, status=503) from error
             raise
 

@@ -70,7 +70,7 @@ class Work:
         prefill_s = room_s.get("prefill", 0.0) if self.room is not None else decoding - opened
         return RequestEnd(
             request_id=self.request.request_id,
-            room=None if self.room is None else self.key.room,
+            room=None if self.room is None and self.request.named is None else self.key.room,
             peer_role="prefill",
             peer=self.link.address if self.link is not None else "local" if times.opened else "none",
             n_prompt=len(self.request.prompt_ids),

@@ -40,6 +40,8 @@ class TokenizerProcess:
         self._max_growth_nbytes = max_growth_nbytes
         self._lock = threading.Lock()  # held for moments only: the event loop takes it to cancel
         self._process: subprocess.Popen[bytes] | None = None
+        self._job: EncodingJob | None = None
+        """What the process works on, and may be killed for."""
         self._is_ready = False
         self._ready_nbytes = 0
 
@@ -52,6 +54,16 @@ class TokenizerProcess:
         self.encode(EncodingJob(()))
 
     def encode(self, job: EncodingJob) -> list[list[int]]:
+        try:
+            return self._encode(job)
+        finally:
+            with self._lock:
+                was_killed = job.cancelled and self._job is job
+                self._job = None
+            if was_killed and (process := self._process) is not None:
+                self._end(process)  # perhaps only behind its last answer
+
+    def _encode(self, job: EncodingJob) -> list[list[int]]:
         process = self._running(job)
         try:
             if not self._is_ready:
@@ -79,7 +91,7 @@ class TokenizerProcess:
     def cancel(self, job: EncodingJob) -> None:
         with self._lock:
             job.cancelled = True
-            if self._process is not None:
+            if self._process is not None and self._job is job:
                 self._process.kill()
 
     def close(self) -> None:
@@ -94,6 +106,7 @@ class TokenizerProcess:
         with self._lock:
             if job.cancelled:
                 raise _cancelled()
+            self._job = job
             if self._process is not None:
                 return self._process
             try:

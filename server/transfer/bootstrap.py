@@ -130,6 +130,7 @@ class Bootstrap:
         self._socket.setsockopt(zmq.SNDHWM, _SENT_AT_MOST)
         self._socket.setsockopt(zmq.RCVHWM, _RECEIVED_AT_MOST)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, round(self._deadlines.register_s * 1000))
         self._socket.setsockopt(zmq.IPV6, is_ipv6(host))
         self._guard.secure_prefill(self._socket)
         self._tasks = [

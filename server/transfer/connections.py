@@ -123,6 +123,8 @@ def _borrowed(fd: int) -> Iterator[socket.socket | None]:
 
 def _ends(borrowed: socket.socket | None) -> _Ends | None:
     try:
-        return (borrowed.getsockname(), borrowed.getpeername()) if borrowed is not None else None
+        if borrowed is None or borrowed.family not in (socket.AF_INET, socket.AF_INET6):
+            return None  # the number is that of something else by now
+        return borrowed.getsockname(), borrowed.getpeername()
     except OSError:
         return None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
+from server.api import bodies
 from server.api.generations import Generations
 from server.engine.request import GenerationRequest
 from tests.api.fakes import FakeBackend
@@ -86,3 +89,37 @@ async def test_reader_that_stops_early_leaves_nothing_running(backend: FakeBacke
     generations.abort()
     generations.abort()
     assert all(generation.aborted for generation in backend.generations)
+
+
+def test_while_a_large_body_waits_to_be_read(
+    server_url: str, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, may_go_on = [], threading.Event()
+
+    def parse_slowly(body: bytes, _max_values: int) -> object:
+        read.append(body)
+        assert may_go_on.wait(ABORT_WITHIN_S)
+        return json.loads(body)
+
+    def left() -> float:
+        labels = {"route": "/v1/completions", "status": "499"}
+        return registry.get_sample_value("pd_http_responses_total", labels) or 0.0
+
+    monkeypatch.setattr(bodies, "parse_json", parse_slowly)
+    content = json.dumps({"prompt": "x" * 50_000}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    )
+    host, port = server_url.removeprefix("http://").split(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=20) as first:
+            first.sendall(head.encode() + b"\r\n\r\n" + content)
+            assert wait_for(lambda: len(read) == 1)
+            for _ in range(3):
+                with socket.create_connection((host, int(port)), timeout=20) as waits:
+                    waits.sendall(head.encode() + b"\r\n\r\n" + content)
+            assert wait_for(lambda: left() == 3), "each has left the queue"
+    finally:
+        may_go_on.set()
+    assert wait_for(lambda: left() == 4)
+    assert len(read) == 1

@@ -134,3 +134,26 @@ async def test_the_lane_is_free_after_any_mixture_of_cancellations(seed: int) ->
         await asyncio.gather(*tasks, return_exceptions=True)
         assert await jobs.run(1, lambda: "free") == "free"
     assert jobs.n_waiting == 0
+
+
+async def test_a_job_that_cannot_be_ended_costs_those_behind_it_their_wait_and_not_their_time_to_run(
+    gate: Gate,
+) -> None:
+    jobs = lane(run_s=0.05)
+    assert await result_of(jobs.run(1, gate)) == "504 deadline"
+    behind = asyncio.create_task(done_in(jobs, 1))
+    await until(lambda: jobs.n_waiting == 1)
+    await asyncio.sleep(0.2)
+    assert not behind.done()
+    gate.open.set()
+    assert await behind == "done"
+
+
+async def test_a_job_that_fails_is_not_given_up() -> None:
+    jobs, given_up = lane(), []
+
+    def fail() -> None:
+        raise RequestFailed("invalid_text", "a lone surrogate", status=400)
+
+    assert await result_of(jobs.run(1, fail, lambda: given_up.append(True))) == "400 invalid_text"
+    assert given_up == []

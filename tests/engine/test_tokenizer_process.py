@@ -153,3 +153,13 @@ def test_it_ends_with_the_process_that_started_it() -> None:
     parent.wait()
     until(lambda: not is_running(pid))
     parent.stdout.close()
+
+
+def test_a_job_that_is_over_ends_nothing_when_it_is_cancelled(process: TokenizerProcess) -> None:
+    """The client leaves just as its ids are there; the next job has the process by then."""
+    over = EncodingJob(["Tom"])
+    process.encode(over)
+    pid = process.pid
+    process.cancel(over)
+    assert process.encode(EncodingJob(["Tom"]))
+    assert process.pid == pid

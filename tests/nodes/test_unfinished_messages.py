@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ import zmq
 import zmq.asyncio
 
 from server.transfer.auth import Guard, PeerKeys
-from server.transfer.connections import CHECK_S, UNFINISHED_AT_MOST_NBYTES
+from server.transfer.connections import CHECK_S, UNFINISHED_AT_MOST_NBYTES, Connections
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
 
 PART_NBYTES = 1 << 17
@@ -121,3 +122,12 @@ async def test_many_large_messages_that_end_are_no_reason_to_cut(pair: Pair, gua
     finally:
         dealer.close(0)
         context.term()
+
+
+def test_a_number_that_is_something_elses_by_now_is_no_connection() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        connections = Connections(8998)
+        connections.opened(one.fileno())
+        connections.heard(one.fileno(), b"peer")
+        assert not connections.has(b"peer")
