@@ -18,7 +18,8 @@ from server.transfer.connections import CHECK_S, UNFINISHED_AT_MOST_NBYTES, Conn
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
 
 PART_NBYTES = 1 << 17
-N_PARTS = UNFINISHED_AT_MOST_NBYTES // PART_NBYTES + 64
+N_PARTS = 16 * UNFINISHED_AT_MOST_NBYTES // PART_NBYTES
+"""What came before the last complete message was read does not count, so far more than the limit is sent."""
 PART = b"\x03" + struct.pack(">Q", PART_NBYTES) + bytes(PART_NBYTES)
 """ZMTP 3: flags "more" and "long", the size, the body."""
 CUT_S = 10.0
