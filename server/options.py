@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from server import __version__
 
 MAX_THREADS = 1024
 """A typing error must not take all threads of a machine."""
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "tiny-dsv4"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, and names an option that there is not before one that is missing."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        words = sys.argv[1:] if args is None else list(args)
+        known = self._option_string_actions
+        for name in (word.partition("=")[0] for word in words):
+            if name.startswith("--") and name != "--" and name not in known:
+                self.error(f"there is no option {name}")
+        return super().parse_known_args(words, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -109,7 +126,7 @@ class NodeOptions:
 
 def node_parser(prog: str, description: str, *, port: int) -> argparse.ArgumentParser:
     """A parser with every option that both nodes have; ``port`` is the default HTTP port."""
-    parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=_Help, allow_abbrev=False)
+    parser = _Parser(prog=prog, description=description, formatter_class=_Help, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
 
     model = parser.add_argument_group("model")

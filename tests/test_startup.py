@@ -35,11 +35,12 @@ def taken() -> Iterator[int]:
 def said(capsys: pytest.CaptureFixture[str], main: Main, *options: str) -> str:
     """The last line on standard error of a launcher that does not start."""
     assert main(list(options)) == 2
-    return capsys.readouterr().err.splitlines()[-1]
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
 
 
 def refused(capsys: pytest.CaptureFixture[str], main: Main, *options: str) -> str:
-    """The last line where the command line itself is wrong."""
+    """The one line that says what is wrong with the command line itself."""
     with pytest.raises(SystemExit) as ended:
         main(list(options))
     assert ended.value.code == 2
@@ -140,8 +141,8 @@ def test_no_command_line_takes_an_abbreviation() -> None:
 @pytest.mark.parametrize(
     ("main", "options", "words"),
     [
-        (D, ["--prefil", "127.0.0.1:1"], "one of the arguments --prefill --local-prefill is required"),
-        (P, ["--bootstrap", "0"], "unrecognized arguments: --bootstrap 0"),
+        (D, ["--prefil", "127.0.0.1:1"], "there is no option --prefil"),
+        (P, ["--bootstrap", "0"], "there is no option --bootstrap"),
         (P, ["--bootstrap-port", "70000"], "70000 is not a port"),
         (D, ["--local-prefill", "--threads", "x"], "'x' is not a whole number"),
         (D, ["--local-prefill", "--threads", "100000"], "100000 threads are more than 1024"),

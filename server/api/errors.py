@@ -56,7 +56,7 @@ def error_body(
     if component is not None:
         error["component"] = component
     if room is not None:
-        error["room"] = room
+        error["room"] = str(room)  # ids are beyond what a JSON number keeps exact
     if (request := current_request()) is not None:
         error["request_id"], request.code = request.id, code
     return {"error": error}
@@ -138,11 +138,21 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == HTTPStatus.NOT_FOUND:
         message = f"There is no {request.url.path} here."
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and request.method == "OPTIONS":
-        return Response(status_code=HTTPStatus.NO_CONTENT, headers=error.headers)
+        return Response(status_code=HTTPStatus.NO_CONTENT, headers=_with_head(error.headers))
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"{request.url.path} does not take {request.method}."
     body = error_body(message, status=error.status_code, code=_CODES.get(error.status_code, "invalid_request"))
-    return error_response(body, error.status_code, error.headers)
+    return error_response(body, error.status_code, _with_head(error.headers))
+
+
+def _with_head(headers: Mapping[str, str] | None) -> dict[str, str]:
+    """``headers``, where what may be asked for with GET may be with HEAD."""
+    told = dict(headers or {})
+    methods = [method.strip() for name, value in told.items() if name.lower() == "allow" for method in value.split(",")]
+    if "GET" in methods:
+        told = {name: value for name, value in told.items() if name.lower() != "allow"}
+        told["allow"] = ", ".join(dict.fromkeys([*methods, "HEAD"]))
+    return told
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:

@@ -30,8 +30,8 @@ Harmless = Callable[[Any], bool]
 
 
 def _nothing(value: Any) -> bool:
-    """Absent, off or empty. Zero is a value."""
-    return value is None or value is False or value in ("", [], {})
+    """Absent, off or an empty list or text. Zero is a value, and so is an empty object: some turn something on."""
+    return value is None or value is False or value in ("", [])
 
 
 def _or(*values: Any) -> Harmless:
@@ -44,6 +44,7 @@ def _only(*values: Any) -> Harmless:
     return lambda value: value is None or any(type(value) is type(v) and value == v for v in values)
 
 
+_EMPTY = _or({})
 _ZERO = _or(0, 0.0)
 _ONE = _only(1, 1.0)
 
@@ -76,13 +77,13 @@ REFUSED: Mapping[str, Harmless] = {
     "repetition_penalty": _ONE,
     "length_penalty": _ONE,
     "min_p": _ZERO,
-    "logit_bias": _nothing,
+    "logit_bias": _EMPTY,
     "allowed_token_ids": _nothing,
     "bad_words": _nothing,
     "use_beam_search": _nothing,
     "custom_logit_processor": _nothing,
-    "custom_params": _nothing,
-    "vllm_xargs": _nothing,
+    "custom_params": _EMPTY,
+    "vllm_xargs": _EMPTY,
     "watermark": _nothing,
     "watermarking": _nothing,
     "lora_path": _nothing,
@@ -92,8 +93,8 @@ REFUSED: Mapping[str, Harmless] = {
     "input_ids": _nothing,
     "truncate_prompt_tokens": _nothing,
     "session_params": _nothing,
-    "kv_transfer_params": _nothing,
-    "ec_transfer_params": _nothing,
+    "kv_transfer_params": _EMPTY,
+    "ec_transfer_params": _EMPTY,
     # where the answer ends
     "min_new_tokens": _ZERO,
     "stop_regex": _nothing,

@@ -66,7 +66,7 @@ class RequestId:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[HEADER] = name.id
                 if message["status"] >= 400 and not name.taken_on and scope["path"].startswith(_GENERATING):
-                    log.info("request id=%s status=%d outcome=%s", name.id, message["status"], name.code)
+                    log.info("request id=%s status=%d outcome=%s", name.id, message["status"], name.code or "refused")
             await send(message)
 
         await self._app(scope, receive, named)

@@ -229,7 +229,7 @@ class RequestDesk:
         owner = None if Check.STAMP in work.skipped else work.key.owner
         self._submit_command(Resume(work.key, work.request, work.placement, first, owner))
         work.resumed = True
-        work.times.decoding = time.monotonic()
+        work.times.decoding, work.times.at_prefill = time.monotonic(), done.timings
 
     def room_failed(self, work: Work, failure: Failure) -> None:
         log.warning("%s (%s) failed: %s: %s", work.key, work.request.request_id, failure.code, failure.reason)

@@ -14,7 +14,7 @@ from server.node.request_log import RequestEnd
 from server.transfer.checks import Check
 from server.transfer.decode_room import DecodeRoom
 from server.transfer.peer import PeerLink
-from server.transfer.protocol import Done
+from server.transfer.protocol import Done, Timings
 from server.transfer.rooms import Failure, RoomKey
 
 _QUEUED = ("reserve", "pair", "queued")
@@ -23,11 +23,15 @@ _QUEUED = ("reserve", "pair", "queued")
 
 @dataclass
 class Times:
-    """When a request came, when its last attempt got memory, and when decoding began, on ``time.monotonic()``."""
+    """When a request came, when its last attempt got memory, and when decoding began, on ``time.monotonic()``.
+
+    ``at_prefill`` is where the prefill node says that its time went.
+    """
 
     submitted: float
     opened: float | None = None
     decoding: float | None = None
+    at_prefill: Timings | None = None
 
 
 @dataclass(eq=False)
@@ -66,8 +70,17 @@ class Work:
     def end(self, outcome: str, now: float) -> RequestEnd:
         """What is logged of the request. What failed attempts took counts as time in the queue."""
         times, room_s = self.times, self.room.phase_s if self.room is not None else {}
-        opened, decoding = times.opened or now, times.decoding or now
-        prefill_s = room_s.get("prefill", 0.0) if self.room is not None else decoding - opened
+        opened, decoding, told = times.opened or now, times.decoding or now, times.at_prefill
+        queue_s = opened - times.submitted
+        if told is not None:  # it knows better than what was heard of it, and when
+            queue_s, prefill_s = queue_s + told.queued_s, told.prefill_s
+            transfer_s = max(0.0, decoding - opened - told.queued_s - told.prefill_s)
+        elif self.room is not None:
+            queue_s += sum(room_s.get(phase, 0.0) for phase in _QUEUED)
+            prefill_s = room_s.get("prefill", 0.0)
+            transfer_s = room_s.get("transfer", 0.0) + room_s.get("verify", 0.0)
+        else:
+            prefill_s, transfer_s = decoding - opened, 0.0
         return RequestEnd(
             request_id=self.request.request_id,
             room=None if self.room is None and self.request.named is None else self.key.room,
@@ -76,9 +89,9 @@ class Work:
             n_prompt=len(self.request.prompt_ids),
             n_generated=self.n_generated,
             phase_s={
-                "queue": opened - times.submitted + sum(room_s.get(phase, 0.0) for phase in _QUEUED),
+                "queue": queue_s,
                 "prefill": prefill_s,
-                "transfer": room_s.get("transfer", 0.0) + room_s.get("verify", 0.0),
+                "transfer": transfer_s,
                 "decode": now - decoding,
             },
             outcome=outcome,

@@ -34,8 +34,10 @@ TOKENIZER_FILES = (
 _WITHOUT_GIL_SIZE = 4096
 """From this many characters or ids on, other threads run meanwhile. For less, taking the GIL back costs too much."""
 
-_RENDER_ARGUMENTS = frozenset({"self", "messages", "conversations", "return_assistant_tokens_mask"})
-"""Names that what lies behind ``apply_chat_template`` passes on itself."""
+_RENDER_ARGUMENTS = frozenset({"self", "messages", "conversations", "return_assistant_tokens_mask"}) | frozenset(
+    {"raise_exception", "strftime_now", "tojson"}
+)
+"""Names that what lies behind ``apply_chat_template`` passes on itself, or gives every template."""
 _MAX_REASON_CHARS = 500
 
 _NO_ROLE = "zq-no-role-of-any-template"
@@ -209,7 +211,7 @@ class Tokenizer:
                 "This model has no chat template: use /v1/completions, or give its directory a chat_template.jinja.",
                 status=400,
             )
-        reserved = sorted(_template_call_arguments() & variables.keys())
+        reserved = sorted((_template_call_arguments() | self._hf.special_tokens_map.keys()) & variables.keys())
         if reserved:
             raise RequestFailed(
                 "invalid_chat_template_kwargs", f"chat_template_kwargs may not set {', '.join(reserved)}.", status=400
@@ -221,7 +223,7 @@ class Tokenizer:
                 )
             )
         except Exception as error:  # whatever a template does with these values, they are the client's
-            logger.info("the chat template failed: %r", error)
+            logger.debug("the chat template failed: %r", error)
             reason = str(error)[:_MAX_REASON_CHARS]
             raise RequestFailed(
                 "chat_template_error", f"The chat template refused these messages: {reason}", status=400

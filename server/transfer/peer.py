@@ -345,7 +345,8 @@ class PeerLink:
             self.send(Ping(self.ours.incarnation, self._number))
 
     def _explain(self, reason: str) -> None:
-        words = f"{self._why_lost}; now: {reason}" if self._why_lost else reason
+        is_more = self._why_lost and reason not in self._why_lost
+        words = f"{self._why_lost}; now: {reason}" if is_more else self._why_lost or reason
         if words != self.reason:
             self.state, self.reason, self.refused_field = PeerState.CONNECTING, words, ""
         is_new = not self._why_lost and time.monotonic() - self._started < self._deadlines.connect_s

@@ -219,7 +219,9 @@ async def test_wrong_method_and_unknown_path_have_the_same_shape(client: httpx.A
     assert "/v1/nothing" in error_of(await client.get("/v1/nothing"), 404)["message"]
 
 
-@pytest.mark.parametrize(("path", "allow"), [("/v1/completions", "POST"), ("/health", "GET"), ("/metrics", "GET")])
+@pytest.mark.parametrize(
+    ("path", "allow"), [("/v1/completions", "POST"), ("/health", "GET, HEAD"), ("/metrics", "GET, HEAD")]
+)
 async def test_options_tells_the_method(client: httpx.AsyncClient, path: str, allow: str) -> None:
     answer = await client.options(path)
     assert (answer.status_code, answer.headers["allow"], answer.content) == (204, allow, b"")

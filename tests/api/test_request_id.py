@@ -94,7 +94,7 @@ async def test_a_failed_room_is_named_in_header_and_body(client: httpx.AsyncClie
     backend.script.route_error = failure
     answer = await client.post("/v1/completions", json=PROMPT)
     assert answer.headers["x-pd-room"] == "71"
-    assert answer.json()["error"]["room"] == 71
+    assert answer.json()["error"]["room"] == "71"
 
 
 async def test_a_failed_stream_names_request_and_room_in_its_last_event(
@@ -104,7 +104,7 @@ async def test_a_failed_stream_names_request_and_room_in_its_last_event(
     backend.script.failure.room = 71  # type: ignore[attr-defined]
     answer = await client.post("/v1/completions", json=PROMPT | {"stream": True}, headers={"x-request-id": "trace-17"})
     error = events(answer)[-1]["error"]
-    assert (error["request_id"], error["room"]) == ("trace-17", 71)
+    assert (error["request_id"], error["room"]) == ("trace-17", "71")
 
 
 async def test_a_refused_room_that_a_router_named_is_named(client: httpx.AsyncClient, backend: FakeBackend) -> None:
@@ -113,7 +113,7 @@ async def test_a_refused_room_that_a_router_named_is_named(client: httpx.AsyncCl
     answer = await client.post("/v1/completions", json=PROMPT | room)
     assert answer.status_code == 409
     assert answer.headers["x-pd-room"] == "71"
-    assert answer.json()["error"]["room"] == 71
+    assert answer.json()["error"]["room"] == "71"
 
 
 def test_a_refusal_before_the_request_is_read_has_an_id_of_its_own() -> None:
