@@ -233,15 +233,8 @@ def check_model(model: Path) -> None:
 
 
 def prove_transport(options: NodeOptions) -> TransportIdentity:
-    """Builds and closes one transport endpoint: what it says of itself, and the proof that it works here.
-
-    Raises :class:`TransferError`.
-    """
-    engine = _transport_factory(options)()
-    try:
-        return TransportIdentity(engine.kind, engine.version, engine.transport)
-    finally:
-        engine.close()
+    """Before anything is loaded: what the transport says of itself. Raises :class:`TransferError`."""
+    return TransportIdentity.of_new(_transport_factory(options))
 
 
 def check_transfer_host(options: NodeOptions) -> None:

@@ -156,7 +156,7 @@ class Receiver:
             "decode",
             self._incarnation,
             self._identity,
-            TransportIdentity(engine.kind, engine.version, engine.transport),
+            TransportIdentity.of(engine),
             self._arena.layout,
             self._arena.ptr,
             spec_tokens=self._spec_tokens,

@@ -11,7 +11,6 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,6 @@ from server.prefill.reception import Reception
 from server.threads import call_in_thread
 from server.transfer.addresses import join_address
 from server.transfer.bootstrap import Bootstrap, DecodePeer
-from server.transfer.engines.base import TransferEngine
 from server.transfer.manifest import TransportIdentity, build_manifest, new_incarnation
 from server.transfer.outbox import Outbox
 from server.transfer.protocol import AnyMessage
@@ -84,7 +82,7 @@ class PrefillNode:
         parts, layout = self._parts, self._parts.arena.layout
         transport = self._settings.transport
         if transport is None:
-            transport = await call_in_thread("try transport", _describe_transport, parts.make_transport)
+            transport = await call_in_thread("try transport", TransportIdentity.of_new, parts.make_transport)
         manifest = build_manifest(
             "prefill",
             self.incarnation,
@@ -232,12 +230,3 @@ class PrefillNode:
     def _send(self, peer: DecodePeer, message: AnyMessage) -> None:
         if self._bootstrap is not None:
             self._bootstrap.send(peer, message)
-
-
-def _describe_transport(make_transport: Callable[[], TransferEngine]) -> TransportIdentity:
-    """What the transport says of itself; also the proof, at start, that it works here."""
-    engine = make_transport()
-    try:
-        return TransportIdentity(engine.kind, engine.version, engine.transport)
-    finally:
-        engine.close()

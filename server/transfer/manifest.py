@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
@@ -13,6 +13,7 @@ from msgspec import Meta
 from server.cache.layout import PROBE_NBYTES, ArenaLayout, ComponentLayout
 from server.cache.live import LIVE_RULES
 from server.cache.specs import DRAFT, SWA, Scope
+from server.transfer.engines.base import TransferEngine
 
 PROTOCOL_VERSION = 3
 """Raised whenever a message changes. Peers of different versions refuse each other."""
@@ -112,6 +113,22 @@ class TransportIdentity:
     kind: str
     version: str
     transport: str
+
+    @staticmethod
+    def of(engine: TransferEngine) -> TransportIdentity:
+        return TransportIdentity(engine.kind, engine.version, engine.transport)
+
+    @staticmethod
+    def of_new(make_engine: Callable[[], TransferEngine]) -> TransportIdentity:
+        """That of an endpoint which is made and closed again: the proof that it works here.
+
+        Raises :class:`TransferError`.
+        """
+        engine = make_engine()
+        try:
+            return TransportIdentity.of(engine)
+        finally:
+            engine.close()
 
 
 def build_manifest(
