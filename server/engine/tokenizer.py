@@ -34,8 +34,11 @@ TOKENIZER_FILES = (
 _WITHOUT_GIL_SIZE = 4096
 """From this many characters or ids on, other threads run meanwhile. For less, taking the GIL back costs too much."""
 
-_RENDER_ARGUMENTS = frozenset({"self", "messages", "conversations", "return_assistant_tokens_mask"}) | frozenset(
-    {"raise_exception", "strftime_now", "tojson"}
+_RENDER_ARGUMENTS = frozenset(
+    {
+        *("self", "messages", "conversations", "return_assistant_tokens_mask"),
+        *("raise_exception", "strftime_now", "tojson"),
+    }
 )
 """Names that what lies behind ``apply_chat_template`` passes on itself, or gives every template."""
 _MAX_REASON_CHARS = 500
@@ -158,14 +161,18 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 
+    @cached_property
+    def _template_text(self) -> str:
+        """The source of the chat template, of all of them if there are several."""
+        template = self._hf.chat_template
+        return template if isinstance(template, str) else " ".join((template or {}).values())
+
     def template_reads(self, name: str) -> bool:
         """Whether the chat template names the variable or message field ``name``, or takes messages as a whole.
 
         A template that does not cannot say anything else because of it.
         """
-        template = self._hf.chat_template
-        text = template if isinstance(template, str) else " ".join((template or {}).values())
-        return re.search(rf"\b({re.escape(name)}|tojson|items|values)\b", text) is not None
+        return re.search(rf"\b({re.escape(name)}|tojson|items|values)\b", self._template_text) is not None
 
     def template_knows_role(self, role: str) -> bool:
         """Whether the chat template marks messages of this role: it names the role, or writes the name of any role.
@@ -174,9 +181,7 @@ class Tokenizer:
         """
         if role == "user":
             return True
-        template = self._hf.chat_template
-        text = template if isinstance(template, str) else " ".join((template or {}).values())
-        return any(quote + role + quote in text for quote in "'\"") or self._template_minds_roles
+        return any(quote + role + quote in self._template_text for quote in "'\"") or self._template_minds_roles
 
     @cached_property
     def _template_minds_roles(self) -> bool:
