@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,8 @@ class NodeContext:
     """The objects that a node works with; a node builds none of them.
 
     ``submit_command`` is the engine's inbox. ``make_transport`` builds one transport endpoint; the node registers the
-    arena with it. ``sampling_defaults`` apply where a request says nothing.
+    arena with it. ``sampling_defaults`` apply where a request says nothing. Every wait of the node is
+    measured by ``clock``, in seconds.
     """
 
     submit_command: Callable[[Command], None]
@@ -35,6 +37,7 @@ class NodeContext:
     sampling_defaults: SamplingParams
     metrics: NodeMetrics
     faults: FaultSet = field(default_factory=FaultSet)
+    clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(frozen=True, kw_only=True)
