@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from server.cache.digest import live_digests
 from server.engine.engine import Engine
-from server.engine.events import Died, Event, Failed, Finished, Generate, Output
+from server.engine.events import ComputeFailed, Died, Event, Finished, Generate, Output
 from server.engine.request import GenerationRequest, SamplingParams
 from server.node.build import lay_groundwork
 from server.node.options import NodeOptions, node_parser
@@ -123,7 +123,9 @@ class LocalEngine:
                 case Finished(key=int(key)):
                     self._allocator.release(key)
                     running.remove(key)
-                case Failed() | Died():
+                case ComputeFailed():
+                    raise BenchFailed(f"the engine failed: {event.failure.reason}")
+                case Died():
                     raise BenchFailed(f"the engine failed: {event.message}")
                 case _:
                     pass

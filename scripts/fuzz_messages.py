@@ -6,6 +6,7 @@ from typing import Any
 
 from server.cache.layout import ArenaLayout
 from server.cache.specs import CacheGeometry
+from server.failure import FailureKind
 from server.model.config import load_config
 from server.model.state import state_components
 from server.node.options import BUNDLED_MODEL
@@ -114,7 +115,14 @@ def from_prefill(prefill: str, decode: str, manifest: Manifest, rooms: tuple[int
             Reserved(**ids),
             Progress(**ids, phase=RemotePhase.PREFILL, n_computed=5),
             Done(**ids, n=3, sent=(Sent("swa", 0, 3, 96, 2**64 - 1),), pieces=4, timings=_TIMINGS),
-            Failed(**ids, code="x", reason="fuzz", status=500, component="", writes=Writes.UNKNOWN),
+            Failed(
+                **ids,
+                code="internal_error",
+                reason="fuzz",
+                kind=FailureKind.INTERNAL,
+                component="",
+                writes=Writes.UNKNOWN,
+            ),
             Quiesced(**ids),
         ]
     return messages

@@ -12,7 +12,7 @@ from server.cache.arena import Arena
 from server.cache.layout import ArenaLayout, Placement
 from server.cache.specs import CacheGeometry
 from server.engine.engine import Engine
-from server.engine.events import Died, Event, Failed, Finished, Generate, Output
+from server.engine.events import ComputeFailed, Died, Event, Finished, Generate, Output
 from server.engine.request import GenerationRequest, SamplingParams
 from server.engine.runner import ModelRunner
 from server.engine.tokenizer import Tokenizer
@@ -77,8 +77,8 @@ def measure(checkpoint: Path, questions: Path, k: int, n_questions: int, threads
                         steps.append(output.n_accepted)
                 case Finished(key, _):
                     free.append(running.pop(str(key)))
-                case Failed(key, code, message):
-                    raise RuntimeError(f"question {key} failed: {code}: {message}")
+                case ComputeFailed(key, failure):
+                    raise RuntimeError(f"question {key} failed: {failure.code}: {failure.reason}")
                 case Died(message):
                     raise RuntimeError(f"the engine died: {message}")
     finally:
