@@ -101,10 +101,11 @@ class Node:
 
     # --- its process --------------------------------------------------------------------------------------------------
 
-    def start(self, *more: str) -> None:
+    def start(self, *more: str, wrapper: Sequence[str] = (), output: int | None = None) -> None:
         """Starts the process, with ``more`` options for this life, and returns at once.
 
-        It has a session of its own: a Ctrl-C in the terminal does not reach it. Raises :class:`ClusterFailed`.
+        ``wrapper`` is a command that runs it, ``output`` what it writes to instead of the log. It has a session of its
+        own: a Ctrl-C in the terminal does not reach it. Raises :class:`ClusterFailed`.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         if self._fault_file is not None and not self.lives:
@@ -112,9 +113,9 @@ class Node:
         with self.log.open("ab" if self.lives else "wb") as log:
             try:
                 self.process = subprocess.Popen(
-                    [*self.command, *more],
+                    [*wrapper, *self.command, *more],
                     stdin=subprocess.DEVNULL,
-                    stdout=log,
+                    stdout=log if output is None else output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
@@ -139,10 +140,13 @@ class Node:
         tail = self.log_tail(LOG_TAIL_LINES).replace("\n", "\n  ")
         raise ClusterFailed(f"{self.name} ended by itself ({how}); the end of {self.log}:\n  {tail}")
 
-    def wait_for(self, path: str, timeout_s: float = START_S, beside: Iterable[Node] = ()) -> None:
+    def wait_for(
+        self, path: str, timeout_s: float = START_S, *, since: float | None = None, beside: Iterable[Node] = ()
+    ) -> None:
         """Waits until ``path`` answers with success. Raises :class:`ClusterFailed` if this node, or one ``beside`` it,
-        ends meanwhile, or if the time is over.
+        ends meanwhile, or ``timeout_s`` after ``since`` (now, if not given).
         """
+        now = time.monotonic()
         reason = "no answer yet"
 
         def answers() -> bool:
@@ -158,7 +162,7 @@ class Node:
             return response.is_success
 
         try:
-            until(answers, timeout_s, path)
+            until(answers, (now if since is None else since) + timeout_s - now, path)
         except TimeoutError:
             raise ClusterFailed(f"{self.url}{path} was not ready after {timeout_s:g} s: {reason}") from None
 

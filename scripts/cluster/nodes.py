@@ -45,9 +45,9 @@ class Cluster:
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
         """Waits until every prefill node lives and every decode node has proved a transfer."""
-        deadline = time.monotonic() + timeout_s
+        started = time.monotonic()
         for node in self.nodes:
-            node.wait_for(node.ready_path, max(0.0, deadline - time.monotonic()), beside=self.nodes)
+            node.wait_for(node.ready_path, timeout_s, since=started, beside=self.nodes)
 
     def check(self) -> None:
         """Raises :class:`ClusterFailed` for the first process that has ended."""
