@@ -11,13 +11,13 @@ from typing import Any
 
 import bench
 import demo.main as demo
-import faults
-import faults_matrix
-import fuzz
+import fault_cases.main as faults
+import fault_cases.matrix as faults_matrix
+import fuzzing.main as fuzz
 import gsm8k
 import knockout
 import pytest
-import soak
+import soaking.main as soak
 
 from server.cache.layout import ArenaLayout
 from server.cache.live import LIVE_RULES, live_positions

@@ -1,15 +1,8 @@
-"""Real messages of either side to start from, made with what the nodes tell of themselves in ``/server_info``."""
+"""Real messages of either side to start from."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from server.cache.layout import ArenaLayout
-from server.cache.specs import CacheGeometry
-from server.model.config import load_config
-from server.model.state import state_components
-from server.options import BUNDLED_MODEL
-from server.transfer.manifest import Manifest, ModelIdentity, TransportIdentity, build_manifest
+from server.transfer.manifest import Manifest
 from server.transfer.protocol import (
     MAX_ROOM,
     Abort,
@@ -43,35 +36,15 @@ from server.transfer.protocol import (
     room_ids,
 )
 
-NOWHERE = "127.0.0.1:1"
-"""A transport session that nobody has: what is written there fails."""
 REGISTRATION = 2
 """The number that the false decode nodes register with."""
 _NUMBERS = (1, REGISTRATION)
 _NO_NUMBER = 1 << 40
 """A registration that there is not. A ``Pong`` that denies the real one would make the decode node connect anew, and
 what waits in the old connection is lost."""
+ROOMS = (0, 1, 7, MAX_ROOM)
 _SAMPLING = Sampling(4, 0, 0.5, 0.9, 3, -5, ("stop",), (1, 2), False, 3)
 _TIMINGS = Timings(0.0, 0.1, 0.01, 0.02)
-
-
-def decode_manifest(info: dict[str, Any], incarnation: str) -> Manifest:
-    """A decode node that fits the prefill node whose ``/server_info`` is ``info``."""
-    config = load_config(BUNDLED_MODEL)
-    components = state_components(config, info["dtype"], 0, draft=False)
-    geometry = CacheGeometry(info["page_size"], 9, 5, config.sliding_window, 0, components)
-    layout = ArenaLayout.from_geometry(geometry)
-    return build_manifest(
-        "decode",
-        incarnation,
-        ModelIdentity(info["model_fingerprint"], info["tokenizer_fingerprint"], info["dtype"]),
-        TransportIdentity("mooncake", "any", "tcp"),
-        layout,
-        1 << 40,
-        spec_tokens=0,
-        components=layout.names,
-        session=NOWHERE,
-    )
 
 
 def from_decode(prefill: str, decode: str, manifest: Manifest, rooms: tuple[int, ...]) -> list[AnyMessage]:
@@ -118,6 +91,3 @@ def from_prefill(prefill: str, decode: str, manifest: Manifest, rooms: tuple[int
             Quiesced(**ids),
         ]
     return messages
-
-
-ROOMS = (0, 1, 7, MAX_ROOM)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import pickle
 import random
+import signal
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import zmq
-from faults_stage import Stage, expect, question
-from rogue_peer import deaf_port, rogue_peer
-from soak_client import End, Outcome
+from cluster.asking import End, Outcome
+from hostile.rogue_peer import deaf_port, rogue_peer
 
+from fault_cases.stage import Stage, expect, question
+from server.transfer.addresses import split_address
 from server.transfer.protocol import seal
 
 Seen = list[str]
@@ -45,10 +47,10 @@ async def exceptions_in_workers(stage: Stage) -> Seen:
         ("decode", "Committed"),
         ("decode", "Ping"),
     ):
-        before = await _dropped(stage)
+        before = _dropped(stage)
         stage.arm(**{role: [f"corrupt-message:{message}:1"]})
         await stage.right(question(100, 21))
-        await stage.wait(f"the corrupt {message} is dropped and counted", _counted(stage, before + 1))
+        await stage.wait(f"the corrupt {message} is dropped and counted", partial(_has_dropped, stage, before + 1))
         stage.arm()
         await stage.right(question(100, 22))
         seen.append(f"a corrupt {message}: dropped, counted and sent again, the answer is right")
@@ -77,8 +79,8 @@ async def restarted_peer(stage: Stage) -> Seen:
 
 
 async def same_room_twice(stage: Stage) -> Seen:
-    host, port = stage.bootstrap.rsplit(":", 1)
-    room: dict[str, Any] = {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": 77}
+    host, port = split_address(stage.prefill.address)
+    room: dict[str, Any] = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": 77}
     asked = question(30, 25, **room)
     two = [asyncio.create_task(stage.ask(asked)) for _ in range(2)]  # nobody gives P its half: one of them waits
     done, waiting = await asyncio.wait(two, return_when=asyncio.FIRST_COMPLETED)
@@ -93,13 +95,9 @@ async def same_room_twice(stage: Stage) -> Seen:
 
 
 async def a_room_a_sample(stage: Stage) -> Seen:
-    before = await _committed(stage)
+    before = _committed(stage)
     await stage.right(question(40, 27, n=3, temperature=0.8, seed=5))
-
-    async def three_more() -> bool:
-        return await _committed(stage) == before + 3
-
-    await stage.wait("three rooms are committed for three samples", three_more)
+    await stage.wait("three rooms are committed for three samples", lambda: _committed(stage) == before + 3)
     return ["n = 3: three rooms, every sample as by one process"]
 
 
@@ -118,11 +116,7 @@ async def deadline_of_a_queue(stage: Stage) -> Seen:
 
 async def no_prefill(stage: Stage) -> Seen:
     stage.prefill.kill()
-
-    async def is_known() -> bool:
-        return not (await stage.decode.get("/ready")).is_success
-
-    known_s = await stage.wait("the loss is known", is_known, KNOWN_S)
+    known_s = await stage.wait("the loss is known", lambda: not stage.decode.is_ok("/ready"), KNOWN_S)
     outcome = await stage.ask(question(20, 29))
     expect(outcome.status == 503 and outcome.error.get("code") == "no_prefill", f"expected no_prefill: {outcome}")
     await stage.restart_prefill()
@@ -137,13 +131,9 @@ async def ready_is_a_transfer(stage: Stage) -> Seen:
     """P is frozen: its process and its ports are there."""
     stage.prefill.freeze()
     try:
-
-        async def is_known() -> bool:
-            return not (await stage.decode.get("/ready")).is_success
-
-        seconds = await stage.wait("/ready says no", is_known, KNOWN_S)
-        expect((await stage.decode.get("/health")).is_success, "/health of the decode node says no")
-        said = (await stage.decode.get("/ready")).json()["error"]["message"]
+        seconds = await stage.wait("/ready says no", lambda: not stage.decode.is_ok("/ready"), KNOWN_S)
+        expect(await asyncio.to_thread(stage.decode.is_ok, "/health"), "/health of the decode node says no")
+        said = (await asyncio.to_thread(stage.decode.http.get, "/ready")).json()["error"]["message"]
     finally:
         stage.prefill.thaw()
     return [f"/ready is 503 after {seconds:.1f} s: {said}"]
@@ -171,14 +161,10 @@ async def drain(stage: Stage) -> Seen:
     for _ in range(TRIES):
         stage.arm(prefill=["delay-writes:5:1"])
         asking = asyncio.create_task(stage.ask(asked))
-
-        async def is_there(asking: asyncio.Task[Outcome] = asking) -> bool:
-            return asking.done() or (await stage.prefill.metrics())["pd_slots{reserved}"] == 1
-
-        await stage.wait("P works on the room", is_there, 60.0)
-        if not asking.done():
+        if await stage.seen(lambda: stage.prefill.counts("slots")["reserved"] == 1, asking):
             break
-    code = await stage.prefill.terminate(60.0)
+    stage.prefill.signal(signal.SIGTERM)
+    code = await asyncio.to_thread(stage.prefill.wait_ended, 60.0)
     await stage.compare(asked, await asking)
     expect(code == 0, f"P ended with {code}")
     await stage.restart_prefill()
@@ -187,10 +173,10 @@ async def drain(stage: Stage) -> Seen:
 
 async def unreachable_peer(stage: Stage) -> Seen:
     """D has a second prefill node that never answers; P is given a decode node whose Mooncake port never answers."""
-    peers = (await stage.decode.info())["peers"]
-    others = [peer["state"] for peer in peers if peer["address"] != stage.bootstrap]
+    peers = (await asyncio.to_thread(stage.decode.info))["peers"]
+    others = [peer["state"] for peer in peers if peer["address"] != stage.prefill.address]
     expect(others != ["registered"], "the peer that never answers is registered")
-    async with deaf_port() as deaf, rogue_peer(stage.bootstrap, deaf) as rogue:
+    async with deaf_port() as deaf, rogue_peer(stage.prefill, deaf) as rogue:
         ids = rogue.reserve(list(range(10, 60)))
         await asyncio.gather(*(stage.right(question(40 + i, 33)) for i in range(4)))
         failed = await rogue.refusal(ids, 60.0)
@@ -218,40 +204,29 @@ class _Trap:
 
 async def pickle_on_the_port(stage: Stage) -> Seen:
     """A pickle that runs code, bare, behind the protocol's head, and as several frames; then a huge frame."""
-    before = await _dropped(stage)
+    before = _dropped(stage)
     with tempfile.TemporaryDirectory() as directory, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         trap = Path(directory) / "sprung"
         payload = pickle.dumps(_Trap(str(trap)))
         dealer.setsockopt(zmq.LINGER, 1000)
-        dealer.connect(f"tcp://{stage.bootstrap}")
+        dealer.connect(f"tcp://{stage.prefill.address}")
         for frames in ([payload], [b"PD\x01" + payload], [seal(payload)], [payload, payload]):
             dealer.send_multipart(frames)
-        await stage.wait("four frames are dropped and counted", _counted(stage, before + 4))
+        await stage.wait("four frames are dropped and counted", partial(_has_dropped, stage, before + 4))
         dealer.send(b"\0" * (9 << 20))  # over the cap: the connection ends, nothing else
         expect(not trap.exists(), "the pickle was run")
     await stage.right(question(30, 35))
     return ["four frames dropped and counted, nothing unpickled, a frame of 9 MiB not read; the pair goes on"]
 
 
-async def _dropped(stage: Stage) -> float:
-    """Frames that both nodes have dropped."""
-    names = [await node.metrics() for node in (stage.prefill, stage.decode)]
-    return sum(
-        value
-        for metrics in names
-        for name, value in metrics.items()
-        if name.startswith("pd_control_frames_dropped_total{")
-    )
+def _dropped(stage: Stage) -> int:
+    """Frames that both nodes have dropped. A frame is sent when its time has come, and counted after that."""
+    return stage.nodes.totals("pd_control_frames_dropped_total").total()
 
 
-def _counted(stage: Stage, least: float) -> Callable[[], Awaitable[bool]]:
-    """Whether that many frames were dropped by now. A frame is sent when its time has come, and counted after that."""
-
-    async def is_so() -> bool:
-        return await _dropped(stage) >= least
-
-    return is_so
+def _has_dropped(stage: Stage, least: int) -> bool:
+    return _dropped(stage) >= least
 
 
-async def _committed(stage: Stage) -> float:
-    return (await stage.decode.metrics()).get("pd_rooms_total{committed,}", 0)
+def _committed(stage: Stage) -> float:
+    return stage.decode.samples("pd_rooms_total").get(("committed", ""), 0.0)

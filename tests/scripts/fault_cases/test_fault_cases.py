@@ -6,22 +6,23 @@ import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import faults
 import pytest
-from faults_cases import ENTRIES, find
-from faults_stage import Silent, Stage, stage
+from cluster import ROOT
+from fault_cases import main as faults
+from fault_cases.catalog import ENTRIES, find, table
+from fault_cases.documents import REPORTS
+from fault_cases.stage import Silent, Stage, stage
 from rich.console import Console
 
-ROOT = Path(__file__).resolve().parents[2]
-REPORTS = ROOT.parent / "shared" / "faults.md"
+COLLECTION = ROOT.parent / "shared" / "faults.md"
 QUICK = ("sgl-24878", "sgl-30890", "sgl-30233", "vl-52234", "sgl-28651", "sgl-27162", "sgl-7338", "CVE-2025-32444")
 """Staged by default; all of them with --full."""
 
 
 def test_every_report_is_in_the_list() -> None:
-    if not REPORTS.exists():
+    if not COLLECTION.exists():
         pytest.skip("the collection of reports is not here")
-    text = REPORTS.read_text(encoding="utf-8")
+    text = COLLECTION.read_text(encoding="utf-8")
     ids = set(re.findall(r"\b(?:sgl|vl|mc|ds|tks|llmd|tt|trt|dyn|ft)-\d+\b|\bCVE-\d+-\d+\b", text))
     assert len(ids) > 30
     assert ids - {one for entry in ENTRIES for one in entry.ids} == set()
@@ -36,8 +37,7 @@ def test_every_entry_is_staged_or_tested_or_explained() -> None:
 
 
 def test_the_table_in_the_documents_is_that_of_the_list() -> None:
-    text = faults.DOC.read_text(encoding="utf-8")
-    assert faults.with_table(text) == text, "run scripts/faults.py history"
+    assert REPORTS.read() == table(), "run scripts/faults.py history"
 
 
 @pytest.mark.parametrize("arguments", [["run"], ["run", "sgl-0"], ["all", "sgl-24878"], ["burn"]])

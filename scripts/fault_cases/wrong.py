@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from faults_stage import Silent, Stage, expect, question
+from cluster import Node
+from cluster.asking import End, Outcome, Question
+from hostile.rogue_peer import RogueFailed, rogue_peer
 from msgspec.structs import replace
-from rogue_peer import RogueFailed, rogue_peer
-from soak_client import End, Outcome
-from soak_plan import Question
 
+from fault_cases.stage import Silent, Stage, expect, question
 from server.transfer.manifest import Manifest
 
 Seen = list[str]
@@ -38,13 +38,13 @@ async def draft_state_not_registered(stage: Stage) -> Seen:
 
 async def prefill_without_draft(stage: Stage) -> Seen:
     """A prefill node with ``--draft off`` and a decode node that reads the draft's window."""
-    async with stage.another_prefill("--draft", "off") as bootstrap:
-        return [await _refused(bootstrap, "components.draft_swa")]
+    async with stage.another_prefill("--draft", "off") as another:
+        return [await _refused(another, "components.draft_swa")]
 
 
 async def rings_and_dtypes(stage: Stage) -> Seen:
     """P's rings have no room for drafts, D's have: paired by position. Another dtype is refused."""
-    seen = [await _refused(stage.bootstrap, "dtype", lambda manifest: replace(manifest, dtype="bfloat16"))]
+    seen = [await _refused(stage.prefill, "dtype", lambda manifest: replace(manifest, dtype="bfloat16"))]
     for n in (1, 64, 257):
         await stage.right(question(n, 2))
     return [*seen, "rings of different sizes (P drafts nothing, D 3 tokens a step): answers as by one process"]
@@ -75,7 +75,7 @@ async def abort_while_writing(stage: Stage) -> Seen:
     for patience_s in (1.0, 2.0, 4.0, 8.0):  # the prompt has to be computed by then
         stage.arm(prefill=["delay-writes:5:1"])
         asked = asyncio.create_task(stage.ask(question(LONG, 4), abort_s=patience_s))
-        if await stage.seen(_is_quarantined, asked):
+        if await stage.seen(lambda: stage.decode.counts("slots")["quarantined"] == 1, asked):
             break
     else:
         raise Silent("the room's slot never was in quarantine")
@@ -87,12 +87,12 @@ async def abort_while_writing(stage: Stage) -> Seen:
 
 async def write_after_failure(stage: Stage) -> Seen:
     """Writes are reported as failed and land a second later."""
-    before = (await stage.decode.metrics()).get("pd_fences_total", 0)
+    before = (await stage.totals("pd_fences_total")).total()
     stage.arm(prefill=["late-writes:1:1"])
     outcome = await stage.ask(question(LONG, 6))
     expect(outcome.error.get("code") == "transfer_failed", f"expected transfer_failed: {outcome}")
     await stage.free_again()
-    fences = (await stage.decode.metrics()).get("pd_fences_total", 0) - before
+    fences = (await stage.totals("pd_fences_total")).total() - before
     expect(fences == 1, f"{fences} fences")
     await asyncio.sleep(1.2)  # the late writes
     await stage.calm()
@@ -138,7 +138,9 @@ async def index_of_another_pool(stage: Stage) -> Seen:
 async def too_many_drafts(stage: Stage) -> Seen:
     """More draft tokens than the rings can undo."""
     process = await asyncio.create_subprocess_exec(
-        *stage.decode.command_with("--spec-tokens", "99"),
+        *stage.decode.command,
+        "--spec-tokens",
+        "99",
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -183,14 +185,10 @@ async def first_logprobs(stage: Stage) -> Seen:
     return ["the first token's log probability and the best three, whole and streamed, as by one process"]
 
 
-async def _is_quarantined(stage: Stage) -> bool:
-    return (await stage.decode.metrics())["pd_slots{quarantined}"] == 1
-
-
-async def _refused(bootstrap: str, field: str, change: Callable[[Manifest], Manifest] | None = None) -> str:
+async def _refused(prefill: Node, field: str, change: Callable[[Manifest], Manifest] | None = None) -> str:
     """A decode node whose manifest differs from P's in ``field`` is refused by that name."""
     try:
-        async with rogue_peer(bootstrap, change=change or (lambda manifest: manifest)):
+        async with rogue_peer(prefill, change=change or (lambda manifest: manifest)):
             raise Silent(f"a decode node that differs in {field} was accepted")
     except RogueFailed as refusal:
         expect(f"field='{field}'" in str(refusal), f"refused for another reason: {refusal}")

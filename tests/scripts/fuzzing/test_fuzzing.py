@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import fuzz
+import fuzzing.main as fuzz
 import pytest
-import zmq
-import zmq.asyncio
-from control_relay import To, control_relay
-from fuzz_clients import Answers
-from fuzz_frames import RAGGED, UNDERSTOOD, FrameFuzzer, fate_of
-from fuzz_zmq import Account
+from fuzzing.control import Account
+from fuzzing.witness import Answers
+from hostile.frames import RAGGED, UNDERSTOOD, FrameFuzzer, fate_of
 
-from server.transfer.protocol import decode, encode
 from tests.transfer.test_protocol import MESSAGES
 
 
@@ -41,30 +36,6 @@ def test_every_fate_occurs_and_most_frames_are_wrong() -> None:
 def test_percentiles_are_of_the_nearest_rank() -> None:
     answers = Answers([0.4, 0.1, 0.3, 0.2])
     assert (answers.percentile(50), answers.percentile(99), Answers().percentile(99)) == (0.2, 0.4, 0.0)
-
-
-async def test_the_relay_holds_back_loses_and_repeats_what_it_is_told_to() -> None:
-    by_type = {type(message).__name__: message for message in MESSAGES}
-    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
-        for each in (router, dealer):
-            each.setsockopt(zmq.LINGER, 0)
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        async with control_relay(f"127.0.0.1:{port}") as relay, asyncio.timeout(30):
-            dealer.connect(f"tcp://{relay.address}")
-            relay.hold, relay.lose = frozenset({"Reserve", "Done"}), frozenset({"Failed"})
-            for name in ("Reserve", "Failed", "Ping", "Waiting"):
-                await dealer.send(encode(by_type[name]))
-            got = [await router.recv_multipart() for _ in range(2)]
-            assert [decode(frame) for _, frame in got] == [by_type["Ping"], by_type["Waiting"]]
-            for name in ("Done", "Quiesced"):
-                await router.send_multipart([got[0][0], encode(by_type[name])])
-            assert decode(await dealer.recv()) == by_type["Quiesced"]
-            assert [to for to, _ in relay.held] == [To.PREFILL, To.DECODE]
-            assert relay.release() == 2
-            assert decode((await router.recv_multipart())[1]) == by_type["Reserve"]
-            assert decode(await dealer.recv()) == by_type["Done"]
-            await dealer.send(encode(by_type["Reserve"]))
-            assert decode((await router.recv_multipart())[1]) == by_type["Reserve"]
 
 
 def test_the_account_finds_frames_that_a_node_counts_otherwise_or_not_at_all() -> None:

@@ -29,6 +29,8 @@ N_HELD = 60
 DRIP_S = 0.25
 MAX_HEAD_NBYTES = 32 * MIB
 """A head grows until the server closes the connection, or to this size."""
+GROWTH = 1.1
+"""What a node's memory may be of what it was, when an attack is over and has been cleared away."""
 
 Address = tuple[str, int]
 
@@ -66,6 +68,11 @@ def run(attack: Attack, url: str, seed: int, seconds: float) -> Counter[str]:
     for thread in threads:
         thread.join()
     return treated
+
+
+def server_errors(treated: Counter[str]) -> list[str]:
+    """Answers that are a fault of the server's. (503: it has no room for so many clients.)"""
+    return [how for how in treated if how.startswith("HTTP 5") and how != "HTTP 503"]
 
 
 # --- bodies and lists -------------------------------------------------------------------------------------------------

@@ -11,13 +11,12 @@ import enum
 import hashlib
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from hostile_clients import Attack
+from cluster.asking import VOCABULARY, Question
+from hostile.http_clients import Attack
 
-VOCABULARY = range(3, 500)
-"""Token ids that prompts are made of: no special ones."""
 EDGES = (
     1, 3, 4, 5, 18, 63, 64, 65, 127, 128, 129, 255, 256, 257, 383, 384, 511, 512, 513, 1025,
 )  # fmt: skip
@@ -110,15 +109,6 @@ class Event:
     at_s: float
     for_s: float
     seed: int
-
-
-@dataclass(frozen=True)
-class Question:
-    """One distinct request: ``path`` and the JSON body but for ``stream``. ``status`` is what must be answered."""
-
-    path: str
-    body: dict[str, Any] = field(hash=False)
-    status: int = 200
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-import faults_cases_hangs as hangs
-import faults_cases_wrong as wrong
-from faults_stage import Stage
+from fault_cases import hangs, wrong
+from fault_cases.stage import Stage
 
 Play = Callable[[Stage], Awaitable[list[str]]]
 
@@ -244,7 +243,7 @@ ENTRIES = (
         ("vl-24910",),
         "one client's big body, list, header or text stops every other request",
         "bounded before it is read or worked on; the work runs off the event loop, apart from other requests' work",
-        tests=("tests/scripts/test_fuzz.py", "tests/api/test_http_limits.py", "tests/api/test_lanes.py"),
+        tests=("tests/scripts/fuzzing/test_fuzzing.py", "tests/api/test_http_limits.py", "tests/api/test_lanes.py"),
     ),
     Entry(
         ("vl-48853",),

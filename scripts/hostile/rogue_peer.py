@@ -7,17 +7,16 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
+from cluster import Node
 
 from server.cache.layout import ArenaLayout
 from server.cache.specs import CacheGeometry
-from server.engine.tokenizer import Tokenizer
 from server.model.config import load_config
-from server.model.loader import has_draft, model_fingerprint
+from server.model.loader import has_draft
 from server.model.state import state_components
 from server.options import BUNDLED_MODEL
 from server.transfer.engines.mooncake import MooncakeEngine
@@ -49,7 +48,7 @@ REGISTRATION = 1
 NOWHERE = 1 << 40
 """An address at which no process has memory that Mooncake knows."""
 PING_S = 1.0
-PAGES, SLOTS, PAGE_SIZE = 32, 4, 256
+PAGES, SLOTS = 32, 4
 M = TypeVar("M")
 
 
@@ -57,14 +56,23 @@ class RogueFailed(Exception):
     """The prefill node did not answer as it must."""
 
 
-@cache
-def _identity() -> tuple[ModelIdentity, ArenaLayout]:
-    """What a decode node of the bundled model says of itself."""
+def decode_manifest(info: dict[str, Any], session: str, *, draft: bool = False) -> Manifest:
+    """What a decode node says that fits the prefill node whose ``/server_info`` is ``info``."""
     config = load_config(BUNDLED_MODEL)
-    components = state_components(config, "float32", 0, draft=has_draft(BUNDLED_MODEL))
-    geometry = CacheGeometry(PAGE_SIZE, PAGES + 1, SLOTS + 1, config.sliding_window, 0, components)
-    identity = ModelIdentity(model_fingerprint(BUNDLED_MODEL), Tokenizer.load(BUNDLED_MODEL).fingerprint, "float32")
-    return identity, ArenaLayout.from_geometry(geometry)
+    components = state_components(config, info["dtype"], 0, draft=draft)
+    geometry = CacheGeometry(info["page_size"], PAGES + 1, SLOTS + 1, config.sliding_window, 0, components)
+    layout = ArenaLayout.from_geometry(geometry)
+    return build_manifest(
+        "decode",
+        new_incarnation(),
+        ModelIdentity(info["model_fingerprint"], info["tokenizer_fingerprint"], info["dtype"]),
+        TransportIdentity("mooncake", "any", "tcp"),
+        layout,
+        NOWHERE,
+        spec_tokens=0,
+        components=layout.names,
+        session=session,
+    )
 
 
 @dataclass
@@ -97,7 +105,7 @@ class RoguePeer:
         fields: dict[str, Any] = {
             **room_ids(Registration(self.prefill, self.manifest.incarnation, REGISTRATION), room, epoch),
             "slot": 1,
-            "pages": tuple(range(1, 1 + -(-len(prompt) // PAGE_SIZE))),
+            "pages": tuple(range(1, 1 + -(-len(prompt) // self.manifest.page_size))),
             "components": tuple(entry.name for entry in self.manifest.components),
             "request": RoomRequest(f"rogue-{room}", pack_tokens(prompt), sampling),
             "silence_s": 30.0,
@@ -123,37 +131,25 @@ async def _ping_for_ever(peer: RoguePeer) -> None:
 
 @asynccontextmanager
 async def rogue_peer(
-    bootstrap: str,
+    prefill: Node,
     session: str = "",
     *,
     change: Callable[[Manifest], Manifest] = lambda manifest: manifest,
     timeout_s: float = 10.0,
 ) -> AsyncIterator[RoguePeer]:
-    """A peer of the prefill node at ``bootstrap`` (host:port), gone without a word at the end of the block.
+    """A peer of the node ``prefill``, gone without a word at the end of the block.
 
     Without ``session`` it has a Mooncake endpoint of its own, in which nothing is registered. ``change`` makes another
     manifest of an acceptable one. Raises :class:`RogueFailed` if it is refused.
     """
+    info = await asyncio.to_thread(prefill.info)
     engine = await asyncio.to_thread(MooncakeEngine, transport="tcp")
     context = zmq.asyncio.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     try:
-        dealer.connect(f"tcp://{bootstrap}")
-        identity, layout = _identity()
-        transport = TransportIdentity(engine.kind, engine.version, engine.transport)
-        right = build_manifest(
-            "decode",
-            new_incarnation(),
-            identity,
-            transport,
-            layout,
-            NOWHERE,
-            spec_tokens=0,
-            components=layout.names,
-            session=session or engine.session,
-        )
-        manifest = change(right)
+        dealer.connect(f"tcp://{prefill.address}")
+        manifest = change(decode_manifest(info, session or engine.session, draft=has_draft(BUNDLED_MODEL)))
         peer = RoguePeer(manifest, "", dealer)
         peer.send(Register(REGISTRATION, manifest))
         peer.prefill = (await peer.receive(Registered, timeout_s)).manifest.incarnation

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import faults_matrix
 import pytest
-from faults_matrix import COMPONENTS, DAMAGES, NONE, PLACES, Case, Matrix, cases, first_table, second_table
+from fault_cases import matrix
+from fault_cases.documents import DETECTORS
+from fault_cases.matrix import COMPONENTS, DAMAGES, NONE, PLACES, Case, Matrix, cases, first_table, second_table
 
 from server.transfer.checks import Check
 from server.transfer.faults import FaultKind, Place
@@ -12,9 +13,7 @@ from server.transfer.faults import FaultKind, Place
 
 def documented() -> list[list[str]]:
     """The rows of both tables in docs/failures.md."""
-    text = faults_matrix.DOC.read_text(encoding="utf-8")
-    tables = text.partition(faults_matrix.BEGIN)[2].partition(faults_matrix.END)[0]
-    first, _, second = tables.partition("Each check switched off")
+    first, _, second = DETECTORS.read().partition("Each check switched off")
     rows = [[row for row in part.splitlines() if row.startswith("| ")] for part in (first, second)]
     return [part[1:] for part in rows]
 
@@ -58,4 +57,4 @@ def test_cases_with_the_same_end_share_a_row() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_the_whole_matrix_has_no_empty_cell() -> None:
-    assert faults_matrix.main(["--off"]) == 0
+    assert matrix.main(["--off"]) == 0

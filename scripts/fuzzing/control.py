@@ -1,26 +1,24 @@
-"""Sends frames of :mod:`fuzz_frames` to both nodes of a running pair, from several connections, and keeps account."""
+"""Sends frames of :mod:`hostile.frames` to both nodes of a pair, from several connections, and keeps account."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import secrets
-import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import msgspec
 import zmq
-from fuzz_frames import RAGGED, FrameFuzzer, Parts, fate_of
-from fuzz_messages import REGISTRATION, ROOMS, decode_manifest, from_decode, from_prefill
+from hostile.frames import RAGGED, FrameFuzzer, Parts, fate_of
+from hostile.garbage import send_raw
+from hostile.rogue_peer import decode_manifest
 
-from server.transfer.manifest import Manifest, new_incarnation
+from fuzzing.messages import REGISTRATION, ROOMS, from_decode, from_prefill
+from server.transfer.manifest import Manifest
 from server.transfer.protocol import MAX_FRAME_NBYTES, AnyMessage, ProtocolError, Refused, Register, decode, encode
 
 N_CONNECTIONS = 4
@@ -28,6 +26,8 @@ SHARE_TO_DECODE = 0.2
 REPLACED_EVERY, RAW_EVERY, OVERSIZE_EVERY = 5_000, 1_000, 20_000
 """Frames after which a connection is replaced, bytes that are no ZMQ are sent, and a frame beyond every cap is."""
 ANSWER_S = 60.0
+NOWHERE = "127.0.0.1:1"
+"""A transport session that nobody has: what is written there fails."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class ToPrefill:
         self._address, self._rng = address, rng
         self._context = zmq.Context()
         self._prefill = info["incarnation"]
-        self._manifests = [decode_manifest(info, new_incarnation()) for _ in range(N_CONNECTIONS)]
+        self._manifests = [decode_manifest(info, NOWHERE) for _ in range(N_CONNECTIONS)]
         self._sockets = [self._open() for _ in range(N_CONNECTIONS)]
         stolen = msgspec.structs.replace(self._manifests[0], incarnation=decode_incarnation)
         self._unfit = msgspec.structs.replace(stolen, model="another")
@@ -169,7 +169,7 @@ class ToDecode:
     def begin(self, prefill_info: dict[str, Any], decode_incarnation: str) -> None:
         """Waits for the decode node's ``Register``."""
         self._routing_id = self._register()
-        manifest = decode_manifest(prefill_info, new_incarnation())
+        manifest = decode_manifest(prefill_info, NOWHERE)
         manifest = msgspec.structs.replace(manifest, role="prefill", model="another", session="")
         messages = from_prefill(prefill_info["incarnation"], decode_incarnation, manifest, ROOMS)
         messages += from_decode(prefill_info["incarnation"], decode_incarnation, manifest, ROOMS[:1])
@@ -201,83 +201,9 @@ def _in_registration(prefill: str, manifest: Manifest) -> list[AnyMessage]:
     return [message for message in messages if not isinstance(message, Register)]
 
 
-def send_raw(address: str, rng: random.Random) -> None:
-    """Bytes that are no ZMQ, or begin like it and go on otherwise."""
-    host, _, port = address.partition(":")
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
-    data = rng.choice((b"", b"GET / HTTP/1.1\r\n\r\n", greeting[: rng.randrange(64)], greeting)) + rng.randbytes(
-        rng.choice((0, 1, 100, 10_000))
-    )
-    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=10) as raw:
-        raw.sendall(data)
-
-
-class Witness(threading.Thread):
-    """A client that asks the same questions over and over and compares every answer with the first one."""
-
-    def __init__(self, url: str, pause_s: float = 0.2) -> None:
-        super().__init__(name="witness", daemon=True)
-        self.right, self.wrong, self.failures = 0, 0, list[str]()
-        self._client = httpx.Client(base_url=url, timeout=ANSWER_S)
-        self._bodies = [
-            {"prompt": [20 + i % 300 for i in range(n)], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-            for n in (3, 130, 300)
-        ]
-        self._expected = [self._ask(body) for body in self._bodies]
-        self._pause_s = pause_s
-        self._over = threading.Event()
-
-    def run(self) -> None:
-        while not self._over.wait(self._pause_s):
-            for body, expected in zip(self._bodies, self._expected, strict=True):
-                self._check(body, expected)
-
-    def finish(self) -> None:
-        self._over.set()
-        self.join()
-        for body, expected in zip(self._bodies, self._expected, strict=True):
-            self._check(body, expected)
-        self._client.close()
-
-    def _check(self, body: dict[str, Any], expected: str) -> None:
-        try:
-            is_right = self._ask(body) == expected
-        except httpx.HTTPError as error:
-            self.failures.append(f"{type(error).__name__}: {error}"[:300])
-            return
-        self.right += is_right
-        self.wrong += not is_right
-
-    def _ask(self, body: dict[str, Any]) -> str:
-        response = self._client.post("/v1/completions", json=body)
-        if response.is_error:
-            raise httpx.HTTPError(response.text)
-        return str(response.json()["choices"][0]["text"])
-
-
-@contextlib.contextmanager
-def watched(url: str) -> Iterator[Witness]:
-    witness = Witness(url)
-    witness.start()
-    try:
-        yield witness
-    finally:
-        witness.finish()
-
-
 def attack(to_prefill: ToPrefill, to_decode: ToDecode, n_frames: int, rng: random.Random) -> Iterator[int]:
     """Sends ``n_frames``, about one in five to the decode node; yields how many were sent."""
     for n_sent in range(1, n_frames + 1):
         (to_decode if rng.random() < SHARE_TO_DECODE else to_prefill).send_one()
         yield n_sent
     to_prefill.settle()
-
-
-def resident_mib(pid: int) -> float:
-    """Memory that a process has in RAM (Linux)."""
-    with open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def n_descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))

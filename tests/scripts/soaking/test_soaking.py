@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import soak
+from cluster import Resources
+from cluster.asking import Choice, End, Outcome, Question
 from rich.console import Console
-from soak_client import Choice, End, Outcome, judge
-from soak_nodes import Resources
-from soak_plan import DECK, HARMLESS, HOSTILE, Event, Kind, Plan, Question, make_plan
+from soaking import run as soak
+from soaking.judge import judge
+from soaking.plan import DECK, HARMLESS, HOSTILE, Event, Kind, Plan, make_plan
+from soaking.report import Report
 
 QUESTION = Question("/v1/completions", {"prompt": [1, 2], "max_tokens": 3})
 EXPECTED = Outcome(End.ANSWERED, 200, choices={0: Choice("a b c", ["a", "b", "c"], "length")})
@@ -94,7 +96,7 @@ def test_growth_of_a_process_is_a_finding() -> None:
     assert "threads" in soak.grown(start, many, "decode")[0]
 
 
-def run(plan: Plan, logs: Path, **options: tuple[str, ...]) -> soak.Report:
+def run(plan: Plan, logs: Path, **options: tuple[str, ...]) -> Report:
     return asyncio.run(soak.soak(plan, logs, Console(file=io.StringIO()), 60.0, **options))
 
 
@@ -103,12 +105,13 @@ def of_kinds(plan: Plan, *kinds: Kind) -> Plan:
     return replace(plan, episodes=tuple(next(e for e in plan.episodes if e.event.kind is kind) for kind in kinds))
 
 
-def check(report: soak.Report) -> None:
+def check(report: Report) -> None:
     assert not report.findings, "\n".join(map(str, report.findings))
     assert report.ends[End.ANSWERED] > report.plan.n_rooms // 4
     assert report.n_answered_tokens > 0
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_small_soak_finds_nothing(tmp_path: Path) -> None:
     plan = of_kinds(make_plan(1, 200), Kind.KILL, Kind.FAILED_WRITES, Kind.LOST_MESSAGES)
