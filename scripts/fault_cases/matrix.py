@@ -21,8 +21,8 @@ from rich.progress import track
 
 from fault_cases.documents import DETECTORS, FAILURES
 from server.cache.live import LIVE_RULES
+from server.faults.spec import CLAIMS, STATE, FaultKind, Place
 from server.transfer.checks import Check
-from server.transfer.faults import CLAIMS, STATE, FaultKind, Place
 
 COMPONENTS = tuple(LIVE_RULES)
 DAMAGES = tuple(kind for kind in FaultKind if kind in STATE | CLAIMS)

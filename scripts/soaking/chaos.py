@@ -18,8 +18,8 @@ from hostile.garbage import send_broken, send_frames
 from hostile.rogue_peer import RogueFailed, deaf_port, rogue_peer
 
 from server.cache.layout import PROBE_NBYTES
+from server.faults.spec import DECODE, MESSAGE_TYPES, MESSAGES, PREFILL
 from server.transfer.engines.mooncake import describe_segment
-from server.transfer.faults import DECODE, MESSAGE_TYPES, MESSAGES, PREFILL
 from soaking.plan import EPISODE_S, HOSTILE, Event, Kind
 
 TERMINATE_S = 60.0

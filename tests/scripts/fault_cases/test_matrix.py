@@ -7,8 +7,8 @@ from fault_cases import matrix
 from fault_cases.documents import DETECTORS
 from fault_cases.matrix import COMPONENTS, DAMAGES, NONE, PLACES, Case, Matrix, cases, first_table, second_table
 
+from server.faults.spec import FaultKind, Place
 from server.transfer.checks import Check
-from server.transfer.faults import FaultKind, Place
 
 
 def documented() -> list[list[str]]:
