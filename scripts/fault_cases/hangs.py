@@ -16,11 +16,11 @@ import zmq
 from cluster.asking import End, Outcome
 from hostile.rogue_peer import deaf_port, rogue_peer
 
+from fault_cases.reports import Seen, staged
 from fault_cases.stage import Stage, expect, question
 from server.transfer.addresses import split_address
 from server.transfer.protocol import seal
 
-Seen = list[str]
 LONG = 700
 TRIES = 5
 """For what has to be caught while it lasts."""
@@ -28,6 +28,12 @@ KNOWN_S = 20.0
 """A dead or frozen peer is known within this time: it may be silent for 3.5 s."""
 
 
+@staged(
+    ("sgl-28651",),
+    happened="prefill aborts, decode is not told and waits 300 s",
+    here="the other side is told at once, and again until it has answered",
+    tests=("tests/nodes/test_failures.py",),
+)
 async def prefill_gives_up(stage: Stage) -> Seen:
     """P fails a room, and the message that says so is lost once."""
     stage.arm(prefill=["fail-writes:swa:1", "drop-message:Failed:1"])
@@ -37,6 +43,12 @@ async def prefill_gives_up(stage: Stage) -> Seen:
     return [f"the decode node knows after {outcome.seconds:.2f} s, though the first Failed was lost: HTTP 502, swa"]
 
 
+@staged(
+    ("sgl-27162", "sgl-33043"),
+    happened="one exception ends a worker or the bootstrap thread; everything after it hangs",
+    here="frames that cannot be handled are dropped and counted, an exception fails its room alone",
+    tests=("tests/nodes/test_failures.py",),
+)
 async def exceptions_in_workers(stage: Stage) -> Seen:
     """Frames with a wrong byte, in both directions, at every step of a room."""
     seen = []
@@ -57,6 +69,11 @@ async def exceptions_in_workers(stage: Stage) -> Seen:
     return seen
 
 
+@staged(
+    ("sgl-31800",),
+    happened="no deadline while transferring; slots leak",
+    here="every phase has a deadline",
+)
 async def deadline_while_transferring(stage: Stage) -> Seen:
     """Writes that do not begin for 120 s; the transfer's deadline is 12 s."""
     stage.arm(prefill=["delay-writes:120:1"])
@@ -66,6 +83,12 @@ async def deadline_while_transferring(stage: Stage) -> Seen:
     return [f"HTTP {outcome.status} {outcome.error['message']!r}; all memory free {seconds:.1f} s later"]
 
 
+@staged(
+    ("sgl-13054", "sgl-35823"),
+    happened="a restarted peer stays blacklisted for ever",
+    here="the next request after the restart works",
+    tests=("tests/e2e/test_processes.py", "tests/nodes/test_mooncake_traps.py"),
+)
 async def restarted_peer(stage: Stage) -> Seen:
     """P kills itself in the middle of a prompt and comes back on the same ports."""
     stage.arm(prefill=["kill:transfer"])
@@ -78,6 +101,12 @@ async def restarted_peer(stage: Stage) -> Seen:
     ]
 
 
+@staged(
+    ("sgl-40125",),
+    happened="the same room twice crashes both processes",
+    here="the second one is refused with 409",
+    tests=("tests/nodes/test_routed_rooms.py",),
+)
 async def same_room_twice(stage: Stage) -> Seen:
     host, port = split_address(stage.prefill.address)
     room: dict[str, Any] = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": 77}
@@ -94,6 +123,11 @@ async def same_room_twice(stage: Stage) -> Seen:
     return [f"HTTP 409 {second.error['code']} in {second.seconds:.2f} s; both nodes go on"]
 
 
+@staged(
+    ("sgl-26486",),
+    happened="n > 1 shares one room",
+    here="a room for each sample",
+)
 async def a_room_a_sample(stage: Stage) -> Seen:
     before = _committed(stage)
     await stage.right(question(40, 27, n=3, temperature=0.8, seed=5))
@@ -101,6 +135,11 @@ async def a_room_a_sample(stage: Stage) -> Seen:
     return ["n = 3: three rooms, every sample as by one process"]
 
 
+@staged(
+    ("tks-1427",),
+    happened="a deadline measured the peer's queue: healthy requests failed",
+    here="deadlines count from the last sign of life",
+)
 async def deadline_of_a_queue(stage: Stage) -> Seen:
     """A queue of 7 s before P's two slots; D gives up what it hears nothing of for 4 s."""
     stage.arm(prefill=["delay-writes:1.4"])
@@ -114,6 +153,12 @@ async def deadline_of_a_queue(stage: Stage) -> Seen:
     return [f"ten rooms queued for up to {seconds:.1f} s with a silence deadline of 4 s: all answered"]
 
 
+@staged(
+    ("llmd-2427", "tt-3988"),
+    happened="no prefill ready: decode computes alone, silently; even the PD tests never used prefill",
+    here="503; every answer names its prefill node, and tests look",
+    tests=("tests/e2e/test_refusals.py",),
+)
 async def no_prefill(stage: Stage) -> Seen:
     stage.prefill.kill()
     known_s = await stage.wait("the loss is known", lambda: not stage.decode.is_ok("/ready"), KNOWN_S)
@@ -127,6 +172,12 @@ async def no_prefill(stage: Stage) -> Seen:
     ]
 
 
+@staged(
+    ("trt-12542", "trt-16402"),
+    happened="wedged while /health said 200",
+    here="/ready makes a real transfer",
+    tests=("tests/e2e/test_processes.py",),
+)
 async def ready_is_a_transfer(stage: Stage) -> Seen:
     """P is frozen: its process and its ports are there."""
     stage.prefill.freeze()
@@ -139,6 +190,12 @@ async def ready_is_a_transfer(stage: Stage) -> Seen:
     return [f"/ready is 503 after {seconds:.1f} s: {said}"]
 
 
+@staged(
+    ("trt-12313",),
+    happened="cancelled requests leak blocks",
+    here="free counts return to the start after aborts in every phase",
+    tests=("tests/e2e/test_aborts.py",),
+)
 async def cancels(stage: Stage) -> Seen:
     """Forty clients go away at random moments."""
     rng = random.Random(30)
@@ -155,6 +212,11 @@ async def cancels(stage: Stage) -> Seen:
     return [f"{n_aborted} aborts: every slot and page of both nodes free after {seconds:.1f} s"]
 
 
+@staged(
+    ("dyn-4917",),
+    happened="SIGTERM on prefill drops transfers in flight",
+    here="drain, then exit code 0",
+)
 async def drain(stage: Stage) -> Seen:
     """SIGTERM for P while a transfer is held back."""
     asked = question(LONG, 32)
@@ -171,6 +233,11 @@ async def drain(stage: Stage) -> Seen:
     return ["the transfer under way ends, the answer is right, the exit code is 0"]
 
 
+@staged(
+    ("sgl-19900",),
+    happened="an unreachable peer froze decode",
+    here="other requests go on",
+)
 async def unreachable_peer(stage: Stage) -> Seen:
     """D has a second prefill node that never answers; P is given a decode node whose Mooncake port never answers."""
     peers = (await asyncio.to_thread(stage.decode.info))["peers"]
@@ -184,6 +251,11 @@ async def unreachable_peer(stage: Stage) -> Seen:
     return [f"four requests beside them are right; the silent node's room: {failed.reason}"]
 
 
+@staged(
+    ("sgl-7338",),
+    happened="'might be dead' where the cause was elsewhere",
+    here="the reason is the cause, with the values",
+)
 async def reason_is_the_cause(stage: Stage) -> Seen:
     stage.arm(prefill=["miscount:swa:1"])
     outcome = await stage.ask(question(100, 34))
@@ -202,6 +274,12 @@ class _Trap:
         return (open, (self.path, "w"))
 
 
+@staged(
+    ("CVE-2025-32444",),
+    happened="pickle on a ZMQ port runs a stranger's code (and four more like it)",
+    here="typed, size-capped messages; nothing is unpickled; frames of strangers are dropped and counted",
+    tests=("tests/transfer/test_protocol.py",),
+)
 async def pickle_on_the_port(stage: Stage) -> Seen:
     """A pickle that runs code, bare, behind the protocol's head, and as several frames; then a huge frame."""
     before = _dropped(stage)

@@ -15,19 +15,19 @@ import argparse
 import asyncio
 import contextlib
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster import ClusterFailed, StopRequested, StopSignals
+from cluster.tool import exit_code, log_folder
 from hostile.rogue_peer import RogueFailed
 from rich.console import Console
 from rich.table import Table
 
 from fault_cases import matrix
-from fault_cases.catalog import ENTRIES, Entry, find, table
+from fault_cases.catalog import ENTRIES, find, table
 from fault_cases.documents import REPORTS
+from fault_cases.reports import Entry
 from fault_cases.stage import Silent, Stage, stage
 
 PLAY_TIMEOUT_S = 240.0
@@ -73,16 +73,9 @@ def show_list(console: Console) -> None:
 
 
 def run(names: Sequence[str], logs: Path, console: Console) -> int:
-    """Stages the entries of ``names`` (ids), every one without names."""
+    """Stages the entries of ``names`` (ids), every one without names; the exit code."""
     entries = list(dict.fromkeys(find(name) for name in names)) or list(ENTRIES)
-    try:
-        with StopSignals():
-            silent = asyncio.run(play(entries, logs, console))
-    except ClusterFailed as error:
-        print(f"faults: {error}; logs in {logs}", file=sys.stderr)
-        return 2
-    except StopRequested:
-        return 130
+    silent = asyncio.run(play(entries, logs, console))
     if silent:
         print(f"faults: the detector stayed silent: {', '.join(silent)}; logs in {logs}", file=sys.stderr)
     return 1 if silent else 0
@@ -111,6 +104,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (args.command == "run") is not bool(args.names) or set(args.names) - known:
         unknown = ", ".join(sorted(set(args.names) - known)) or "names"
         parser.error(f"run takes one or more names, all takes none; not known: {unknown} (see faults.py list)")
-    logs = args.logs or Path(tempfile.mkdtemp(prefix="faults-"))
-    logs.mkdir(parents=True, exist_ok=True)
-    return run(args.names, logs, console)
+    logs = log_folder(args.logs, "faults")
+    return exit_code("faults", lambda: run(args.names, logs, console), logs)

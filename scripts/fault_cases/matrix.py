@@ -14,8 +14,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster import LOGS, ROOT, ClusterFailed, Pair, StopRequested, StopSignals
+from cluster import LOGS, ROOT, ClusterFailed, Pair
 from cluster.asking import End, Outcome, Question, ask
+from cluster.tool import exit_code
 from rich.console import Console
 from rich.progress import track
 
@@ -206,19 +207,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--write", action="store_true", help=f"put the tables into {FAILURES.relative_to(ROOT)}")
     args = parser.parse_args(argv)
+    return exit_code("matrix", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints and perhaps writes both tables; the exit code."""
     wanted = cases(args.components, args.damages, args.places)
     options = ["--log-level", "error", "--permute-ids", "1"]
-    try:
-        with (
-            StopSignals(),
-            Pair(LOGS, options, [*options, "--spec-tokens", "3"], prefix="matrix-", faulty=True).running() as pair,
-        ):
-            matrix = asyncio.run(measure(pair, wanted, [Check(off) for off in args.off], Console(stderr=True)))
-    except ClusterFailed as error:
-        print(f"matrix: {error}", file=sys.stderr)
-        return 2
-    except StopRequested:
-        return 130
+    with Pair(LOGS, options, [*options, "--spec-tokens", "3"], prefix="matrix-", faulty=True).running() as pair:
+        matrix = asyncio.run(measure(pair, wanted, [Check(off) for off in args.off], Console(stderr=True)))
     text = report(matrix, args.components)
     print(text)
     if args.write:

@@ -11,14 +11,20 @@ from cluster.asking import End, Outcome, Question
 from hostile.rogue_peer import RogueFailed, rogue_peer
 from msgspec.structs import replace
 
+from fault_cases.reports import Seen, staged
 from fault_cases.stage import Silent, Stage, expect, question
 from server.transfer.manifest import Manifest
 
-Seen = list[str]
 LONG = 700
 """Tokens of a prompt that takes more than one chunk and page."""
 
 
+@staged(
+    ("sgl-24878",),
+    happened="sliding-window, compressor and indexer state never sent; a prompt of 18 tokens answers another question",
+    here="the room fails by the component's name; n = 18 is in every parity test",
+    tests=("tests/e2e/test_parity.py", "tests/e2e/test_faults.py"),
+)
 async def state_never_sent(stage: Stage) -> Seen:
     """18 tokens, and the sliding window, a compressor's and the indexer's state do not go over."""
     names = ("swa", "c4_state_b", "c4_index_state_b")
@@ -28,6 +34,12 @@ async def state_never_sent(stage: Stage) -> Seen:
     return [*seen, "without a fault, 18 tokens are answered as by one process"]
 
 
+@staged(
+    ("sgl-30461", "sgl-23539", "vl-54926"),
+    happened="the draft layer's own state not registered; fewer accepted drafts at the start",
+    here="`draft_swa` is a component like any other; accept lengths equal one process's",
+    tests=("tests/e2e/test_draft.py",),
+)
 async def draft_state_not_registered(stage: Stage) -> Seen:
     seen = [
         await stage.refused("forget:draft_swa", "coverage", "draft_swa"),
@@ -36,12 +48,24 @@ async def draft_state_not_registered(stage: Stage) -> Seen:
     return seen
 
 
+@staged(
+    ("sgl-30222",),
+    happened="decode has a draft layer, prefill has none: accepted silently",
+    here="refused at the handshake by the component's name",
+    tests=("tests/e2e/test_refusals.py",),
+)
 async def prefill_without_draft(stage: Stage) -> Seen:
     """A prefill node with ``--draft off`` and a decode node that reads the draft's window."""
     async with stage.another_prefill("--draft", "off") as another:
         return [await _refused(another, "components.draft_swa")]
 
 
+@staged(
+    ("sgl-24888", "sgl-37840"),
+    happened="ring or item size differs; the sender's stride used for both sides",
+    here="rows are paired by logical position, each side with its own ring; another dtype is refused",
+    tests=("tests/transfer/test_plan.py", "tests/transfer/test_manifest.py"),
+)
 async def rings_and_dtypes(stage: Stage) -> Seen:
     """P's rings have no room for drafts, D's have: paired by position. Another dtype is refused."""
     seen = [await _refused(stage.prefill, "dtype", lambda manifest: replace(manifest, dtype="bfloat16"))]
@@ -50,6 +74,12 @@ async def rings_and_dtypes(stage: Stage) -> Seen:
     return [*seen, "rings of different sizes (P drafts nothing, D 3 tokens a step): answers as by one process"]
 
 
+@staged(
+    ("sgl-30890",),
+    happened="a state write failed, its return code was dropped, the room said success",
+    here="the room fails by the component's name",
+    tests=("tests/nodes/test_mooncake_traps.py",),
+)
 async def failed_write(stage: Stage) -> Seen:
     """One component's writes fail: the room must. (The pieces of a full page carry several components.)"""
     seen = []
@@ -62,6 +92,11 @@ async def failed_write(stage: Stage) -> Seen:
     return seen
 
 
+@staged(
+    ("sgl-30233",),
+    happened="prefill refuses a prompt that is too long, decode goes on with an incomplete cache",
+    here="HTTP 400 at once, both sides clean",
+)
 async def prompt_too_long_for_prefill(stage: Stage) -> Seen:
     """16 pages on P, 64 on D: P cannot compute 5000 tokens."""
     outcome = await stage.ask(question(5000, max_tokens=1))
@@ -70,6 +105,12 @@ async def prompt_too_long_for_prefill(stage: Stage) -> Seen:
     return [f"HTTP 400 {outcome.error['code']} in {outcome.seconds:.2f} s, both nodes hold nothing"]
 
 
+@staged(
+    ("sgl-24527", "sgl-35049"),
+    happened="decode aborts and reuses pages while prefill still writes",
+    here="quarantine until prefill has said `Quiesced`",
+    tests=("tests/e2e/test_aborts.py", "tests/nodes/test_mooncake_traps.py"),
+)
 async def abort_while_writing(stage: Stage) -> Seen:
     """The client goes away while P's writes are held back; D must not give the memory away before they ended."""
     for patience_s in (1.0, 2.0, 4.0, 8.0):  # the prompt has to be computed by then
@@ -85,6 +126,12 @@ async def abort_while_writing(stage: Stage) -> Seen:
     return [f"quarantine until P said Quiesced, {seconds:.1f} s; the next answer in that memory is right"]
 
 
+@staged(
+    ("mc-4247",),
+    happened="a batch call returns a failure, then goes on writing",
+    here="writes of unknown fate: the session is fenced before the memory is free",
+    tests=("tests/nodes/test_mooncake.py",),
+)
 async def write_after_failure(stage: Stage) -> Seen:
     """Writes are reported as failed and land a second later."""
     before = (await stage.totals("pd_fences_total")).total()
@@ -100,11 +147,21 @@ async def write_after_failure(stage: Stage) -> Seen:
     return ["the room fails, the transport session is fenced before its memory is free, the next answer is right"]
 
 
+@staged(
+    ("mc-2086",),
+    happened="a write reported done before it was applied",
+    here="the digest is taken over the decode node's own memory, at the commit",
+)
 async def done_before_applied(stage: Stage) -> Seen:
     """The transport says done, and nothing was written."""
     return [await stage.refused(f"drop:{name}@wire", "digest", name) for name in ("swa", "c4_kv")]
 
 
+@staged(
+    ("vl-52234",),
+    happened="a stale slot reference delivers the previous prompt's answer, HTTP 200",
+    here="slots are stamped with room and epoch; the hand-off row has room, epoch and prompt hash",
+)
 async def stale_slot(stage: Stage) -> Seen:
     """P sends the state of the room before: the stamp of its slot tells, and behind it the hand-off row."""
     await stage.right(question(200, 8))
@@ -113,6 +170,11 @@ async def stale_slot(stage: Stage) -> Seen:
     return seen
 
 
+@staged(
+    ("sgl-17259",),
+    happened="the metadata row of another request read: a slot was reused early",
+    here="64 rooms at once on few slots: every first token right",
+)
 async def metadata_of_another(stage: Stage) -> Seen:
     """Many rooms on few slots; then two rooms whose hand-off rows are exchanged."""
     asked = [question(20 + i, 9, max_tokens=1) for i in range(64)]
@@ -129,12 +191,24 @@ async def metadata_of_another(stage: Stage) -> Seen:
     ]
 
 
+@staged(
+    ("sgl-31901",),
+    happened="the index space of one pool used for another",
+    here="owner stamps; pages and slots are permuted in the tests",
+    tests=("tests/e2e/test_fault_places.py",),
+)
 async def index_of_another_pool(stage: Stage) -> Seen:
     """The copy plan takes the next slot or page. (Ids are permuted on both nodes in every entry here.)"""
     names = ("c4_kv", "c128_kv", "swa")
     return [await stage.refused(f"shift:{name}@pool", "stamp", name) for name in names]
 
 
+@staged(
+    ("sgl-34189",),
+    happened="more draft tokens than the state ring can undo",
+    here="refused at start",
+    tests=("tests/engine/test_speculation.py",),
+)
 async def too_many_drafts(stage: Stage) -> Seen:
     """More draft tokens than the rings can undo."""
     process = await asyncio.create_subprocess_exec(
@@ -150,6 +224,12 @@ async def too_many_drafts(stage: Stage) -> Seen:
     return [f"refused at start, exit code 2: {said}"]
 
 
+@staged(
+    ("sgl-12151",),
+    happened="the first token was EOS, or max_tokens 1, or completed a stop string; decode went on",
+    here="finish conditions apply to the first token as to any other",
+    tests=("tests/e2e/test_parity.py",),
+)
 async def finish_at_the_first_token(stage: Stage) -> Seen:
     """The first token ends the answer: by its number, as a stop token, as a stop string."""
     asked = question(50, 12, max_tokens=1)
@@ -165,6 +245,12 @@ async def finish_at_the_first_token(stage: Stage) -> Seen:
     return [f"max_tokens 1 (length), stop string {text!r} (stop), stop token ids (stop): as by one process"]
 
 
+@staged(
+    ("sgl-33397",),
+    happened="greedy output differs with the batch size",
+    here="results do not depend on the batch, to the last bit",
+    tests=("tests/model/test_batch_invariance.py",),
+)
 async def batch_of_one_and_eight(stage: Stage) -> Seen:
     asked = question(100, 13, max_tokens=24)
     alone = await stage.right(asked)
@@ -175,6 +261,12 @@ async def batch_of_one_and_eight(stage: Stage) -> Seen:
     return ["alone and among seven others: the same tokens and log probabilities, to the last bit"]
 
 
+@staged(
+    ("sgl-40298", "ft-7464"),
+    happened="log probabilities of the first token lost",
+    here="they travel in the hand-off row",
+    tests=("tests/e2e/test_openai.py",),
+)
 async def first_logprobs(stage: Stage) -> Seen:
     """The log probabilities of the token that P chose."""
     for stream in (False, True):

@@ -14,10 +14,9 @@ import asyncio
 import json
 import math
 import sys
-import tempfile
 from pathlib import Path
 
-from cluster import ClusterFailed, StopRequested, StopSignals
+from cluster.tool import exit_code, log_folder
 from rich.console import Console
 
 from soaking.plan import ROOMS_PER_EPISODE, make_plan
@@ -53,18 +52,16 @@ def main(argv: list[str] | None = None) -> int:
         "--logs", type=Path, metavar="DIR", help="keep the nodes' logs there (default: only on findings)"
     )
     args = parser.parse_args(argv)
+    logs = log_folder(args.logs, "soak")
+    return exit_code("soak", lambda: run(args, logs), logs)
+
+
+def run(args: argparse.Namespace, logs: Path) -> int:
+    """Soaks, and prints what was found; the exit code."""
+    sizes = {"prefill_nodes": args.prefill_nodes, "rooms_per_episode": args.rooms_per_episode}
+    plan = make_plan(args.seed, args.rooms, **sizes)
     console = Console(stderr=True)
-    plan = make_plan(args.seed, args.rooms, prefill_nodes=args.prefill_nodes, rooms_per_episode=args.rooms_per_episode)
-    logs = args.logs or Path(tempfile.mkdtemp(prefix="soak-"))
-    logs.mkdir(parents=True, exist_ok=True)
-    try:
-        with StopSignals():
-            report = asyncio.run(soak(plan, logs, console, args.client_timeout, longest_s=60 * args.minutes))
-    except ClusterFailed as error:
-        print(f"soak: {error}; logs in {logs}", file=sys.stderr)
-        return 2
-    except StopRequested:
-        return 130
+    report = asyncio.run(soak(plan, logs, console, args.client_timeout, longest_s=60 * args.minutes))
     if args.output:
         args.output.write_text(json.dumps(report.as_json(), indent=2), encoding="utf-8")
     print(report.summary)
