@@ -14,8 +14,9 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import chain, repeat
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -56,12 +57,18 @@ def run(attack: Attack, url: str, seed: int, seconds: float) -> Counter[str]:
     treated: Counter[str] = Counter()
     lock = threading.Lock()
 
+    is_held = attack in (Attack.SLOW, Attack.SILENT)
+
     def client(number: int) -> None:
-        for outcome in _CLIENTS[attack](address, random.Random(f"{attack} {seed} {number}"), until):
+        rng = random.Random(f"{attack} {seed} {number}")
+        while True:
+            outcome = _CLIENTS[attack](address, rng, until)
             with lock:
                 treated[outcome] += 1
+            if is_held or time.monotonic() > until:
+                return
 
-    n_clients = N_HELD if attack in (Attack.SLOW, Attack.SILENT) else N_CLIENTS
+    n_clients = N_HELD if is_held else N_CLIENTS
     threads = [threading.Thread(target=client, args=(number,), daemon=True) for number in range(n_clients)]
     for thread in threads:
         thread.start()
@@ -117,15 +124,14 @@ def _made(make: Callable[[], bytes]) -> bytes:
     return make()
 
 
-def _requests(requests: tuple[Callable[[], bytes], ...]) -> Callable[[Address, random.Random, float], Iterator[str]]:
-    def client(address: Address, rng: random.Random, until: float) -> Iterator[str]:
-        while True:
-            leaves = rng.random() < 0.25
-            yield _say(address, [_made(rng.choice(requests))], leaves=leaves)
-            if time.monotonic() > until:
-                return
+def _bodies(address: Address, rng: random.Random, _until: float) -> str:
+    leaves = rng.random() < 0.25
+    return _say(address, [_made(rng.choice(_BODIES))], leaves=leaves)
 
-    return client
+
+def _lists(address: Address, rng: random.Random, _until: float) -> str:
+    leaves = rng.random() < 0.25
+    return _say(address, [_made(rng.choice(_LISTS))], leaves=leaves)
 
 
 # --- headers ----------------------------------------------------------------------------------------------------------
@@ -144,30 +150,16 @@ _HEADS: tuple[tuple[bytes, bytes], ...] = (
 """How an endless head begins, and how it goes on."""
 
 
-def _headers(address: Address, rng: random.Random, until: float) -> Iterator[str]:
-    while True:
-        begin, more = rng.choice(_HEADS)
-        yield _say(address, _endless(begin, more), leaves=False)
-        if time.monotonic() > until:
-            return
-
-
-def _endless(begin: bytes, more: bytes) -> Iterator[bytes]:
-    yield begin
-    for _ in range(MAX_HEAD_NBYTES // len(more)):
-        yield more
+def _headers(address: Address, rng: random.Random, _until: float) -> str:
+    begin, more = rng.choice(_HEADS)
+    return _say(address, chain([begin], repeat(more, MAX_HEAD_NBYTES // len(more))), leaves=False)
 
 
 # --- slow and silent clients ------------------------------------------------------------------------------------------
 
 
-def _small_request() -> bytes:
-    return _prompt([20, 30])
-
-
-def _slow(address: Address, rng: random.Random, until: float) -> Iterator[str]:
-    whole = _made(_small_request)
-    big = _made(_BODIES[0])
+def _slow(address: Address, rng: random.Random, until: float) -> str:
+    whole, big = _prompt([20, 30]), _made(_BODIES[0])
     pieces, pause_s = rng.choice(
         (
             ([big[:-1]], 0.0),
@@ -176,24 +168,23 @@ def _slow(address: Address, rng: random.Random, until: float) -> Iterator[str]:
             ([big[:2000], *[big[2000 + i : 2001 + i] for i in range(5000)]], DRIP_S),
         )
     )
-    yield _say(address, pieces, leaves=True, pause_s=pause_s, until=until)
+    return _say(address, pieces, leaves=True, pause_s=pause_s, until=until)
 
 
-def _silent(address: Address, rng: random.Random, until: float) -> Iterator[str]:
+def _silent(address: Address, rng: random.Random, until: float) -> str:
     stream = _prompt([20, 30], stream=True).replace(b"Connection: close", b"X: y") * 20
     try:
         with socket.create_connection(address, timeout=CONNECT_S) as connection:
             connection.sendall(rng.choice((b"", b"", b"\r\n", stream)))
             time.sleep(max(0.0, until - time.monotonic()))
     except OSError:
-        yield "not connected"
-    else:
-        yield "left"
+        return "not connected"
+    return "left"
 
 
-_CLIENTS: dict[Attack, Callable[[Address, random.Random, float], Iterator[str]]] = {
-    Attack.BODIES: _requests(_BODIES),
-    Attack.LISTS: _requests(_LISTS),
+_CLIENTS: dict[Attack, Callable[[Address, random.Random, float], str]] = {
+    Attack.BODIES: _bodies,
+    Attack.LISTS: _lists,
     Attack.HEADERS: _headers,
     Attack.SLOW: _slow,
     Attack.SILENT: _silent,
