@@ -31,7 +31,7 @@ from bench_data import BenchFailed, Measurement, decode_rate, print_table, write
 from bench_models import LocalEngine, Prompt, Transformers, node_options
 from bench_raw_write import RawWriter
 from bench_servers import Servers, running_servers
-from gsm8k_data import BUNDLED, completion_prompt, load_problems
+from evaluation.questions import BUNDLED, completion_prompt, load_problems
 from process_pair import PairFailed, StopRequested, StopSignals
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from gsm8k_client import Answer, Endpoint, ask_all
-from gsm8k_data import BUNDLED, STOP, completion_prompt, load_problems, pick_shots
+from evaluation.client import Answer, Endpoint, ask_all
+from evaluation.questions import BUNDLED, STOP, completion_prompt, load_problems, pick_shots
 from process_pair import Pair, PairFailed, Process, StopRequested, StopSignals, free_ports
 from quickstart import BIN, HOST, LOGS, wait_ready
 from rich.console import Console

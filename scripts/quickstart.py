@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from gsm8k_data import BUNDLED, STOP, Problem, completion_prompt, load_problems, pick_shots
+from evaluation.questions import BUNDLED, STOP, Problem, completion_prompt, load_problems, pick_shots
 from process_pair import Pair, PairFailed, Process, StopRequested, StopSignals, require_free_port
 from prometheus_client.parser import text_string_to_metric_families
 

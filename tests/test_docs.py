@@ -13,11 +13,10 @@ import bench
 import faults
 import faults_matrix
 import fuzz
-import gsm8k
-import knockout
 import pytest
 import quickstart
 import soak
+from evaluation import gsm8k, knockout
 
 from server.cache.layout import ArenaLayout
 from server.cache.live import LIVE_RULES, live_positions

@@ -6,7 +6,7 @@ import queue
 from dataclasses import dataclass
 from pathlib import Path
 
-from gsm8k_data import STOP, completion_prompt, load_problems, pick_shots
+from evaluation.questions import STOP, completion_prompt, load_problems, pick_shots
 
 from server.cache.arena import Arena
 from server.cache.layout import ArenaLayout, Placement

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny.acceptance import measure
-from tiny.draft_checkpoint import write_draft
+from tiny.checkpoint import write_draft
 from tiny.draft_training import DraftTrainer, Settings
 from tiny.nextn import Anchors, Drafter, NextN
 from tiny.tokenizer import build_tokenizer

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from typing import Protocol
 
-BUNDLED = Path(__file__).resolve().parent.parent / "server" / "assets" / "tiny-gsm8k"
+BUNDLED = Path(__file__).resolve().parents[2] / "server" / "assets" / "tiny-gsm8k"
 STOP = ("Question:", "\n\n")
 
 _NUMBER = r"((?:-\s*\$?|\$\s*-?)?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+))"
@@ -20,6 +21,16 @@ _ANY = re.compile(_NUMBER)
 
 class DataError(Exception):
     """A data file cannot be used. The message names the file and the line."""
+
+
+class Worked(Protocol):
+    """A question with its worked answer: a row of a data set, or one that is being made."""
+
+    @property
+    def question(self) -> str: ...
+
+    @property
+    def answer(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ def pick_shots(problem: Problem, pool: Sequence[Problem], n_shots: int, seed: in
     return random.Random(f"{seed}:{problem.index}").sample(others, n_shots)
 
 
-def completion_prompt(problem: Problem, shots: Sequence[Problem]) -> str:
+def completion_prompt(problem: Worked, shots: Sequence[Worked]) -> str:
     """The text form: every shot as question and answer, then the question and a bare ``Answer:``."""
     shown = "".join(f"Question: {shot.question}\nAnswer: {shot.answer}\n\n" for shot in shots)
     return f"{shown}Question: {problem.question}\nAnswer:"
