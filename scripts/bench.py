@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from server.engine.tokenizer import Tokenizer
-from server.options import BUNDLED_MODEL
+from server.node.options import BUNDLED_MODEL
 
 RAW_WRITES_A_ROUND = 5
 """A write takes a fraction of a millisecond: each round takes the median of several."""

@@ -17,8 +17,8 @@ from server.cache.digest import live_digests
 from server.engine.engine import Engine
 from server.engine.events import Died, Event, Failed, Finished, Generate, Output
 from server.engine.request import GenerationRequest, SamplingParams
-from server.launch import lay_groundwork
-from server.options import NodeOptions, node_parser
+from server.node.build import lay_groundwork
+from server.node.options import NodeOptions, node_parser
 
 EVENT_TIMEOUT_S = 300.0
 

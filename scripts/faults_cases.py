@@ -173,7 +173,7 @@ ENTRIES = (
         "the same room twice crashes both processes",
         "the second one is refused with 409",
         hangs.same_room_twice,
-        ("tests/nodes/test_named_rooms.py",),
+        ("tests/nodes/test_routed_rooms.py",),
     ),
     Entry(
         ("sgl-26486",),
@@ -286,7 +286,7 @@ ENTRIES = (
         ("llmd-1564",),
         "the server's keep-alive is shorter than the proxy's: requests meet a connection that has just been closed",
         "`--keep-alive` is at least as long as what proxies and cloud balancers keep, unless told otherwise",
-        tests=("tests/test_options.py", "tests/api/test_http_limits.py"),
+        tests=("tests/node/test_options.py", "tests/api/test_http_limits.py"),
     ),
 )
 

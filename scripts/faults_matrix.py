@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.progress import track
 
 from server.cache.live import LIVE_RULES
+from server.faults.spec import CLAIMS, STATE, FaultKind, Place
 from server.transfer.checks import Check
-from server.transfer.faults import CLAIMS, STATE, FaultKind, Place
 
 DOC = ROOT / "docs" / "failures.md"
 BEGIN, END = "<!-- detector matrix: begin -->", "<!-- detector matrix: end -->"

@@ -8,7 +8,7 @@ from server.cache.layout import ArenaLayout
 from server.cache.specs import CacheGeometry
 from server.model.config import load_config
 from server.model.state import state_components
-from server.options import BUNDLED_MODEL
+from server.node.options import BUNDLED_MODEL
 from server.transfer.manifest import Manifest, ModelIdentity, TransportIdentity, build_manifest
 from server.transfer.protocol import (
     MAX_ROOM,

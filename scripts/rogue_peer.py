@@ -19,7 +19,7 @@ from server.engine.tokenizer import Tokenizer
 from server.model.config import load_config
 from server.model.loader import has_draft, model_fingerprint
 from server.model.state import state_components
-from server.options import BUNDLED_MODEL
+from server.node.options import BUNDLED_MODEL
 from server.transfer.engines.mooncake import MooncakeEngine
 from server.transfer.manifest import Manifest, ModelIdentity, TransportIdentity, build_manifest, new_incarnation
 from server.transfer.protocol import (

@@ -19,8 +19,8 @@ from soak_nodes import Field, until
 from soak_plan import EPISODE_S, HOSTILE, Event, Kind
 
 from server.cache.layout import PROBE_NBYTES
+from server.faults.spec import DECODE, MESSAGE_TYPES, MESSAGES, PREFILL
 from server.transfer.engines.mooncake import describe_segment
-from server.transfer.faults import DECODE, MESSAGE_TYPES, MESSAGES, PREFILL
 from server.transfer.protocol import HEADER_NBYTES, Ping, encode, seal
 
 TERMINATE_S = 60.0

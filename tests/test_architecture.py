@@ -14,35 +14,30 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 ANYTHING = ("server",)
+SHARED_BY_THE_ROLES = (
+    "server.node",
+    "server.engine",
+    "server.transfer",
+    "server.cache",
+    "server.faults",
+    "server.threads",
+)
 ARROWS: dict[str, tuple[str, ...]] = {
     "server.model": ("server.model", "server.cache"),
     "server.cache": ("server.cache",),
     "server.engine": ("server.engine", "server.model", "server.cache"),
     "server.transfer": ("server.transfer", "server.cache", "server.memory"),
+    "server.faults": ("server.faults", "server.transfer", "server.cache"),
     "server.api": ("server.api", "server.engine.request", "server.memory", "server.threads"),
-    "server.node": ("server.node", "server.engine", "server.transfer", "server.cache"),
-    "server.prefill": (
-        "server.prefill",
-        "server.node",
-        "server.engine",
-        "server.transfer",
-        "server.cache",
-        "server.threads",
-    ),
-    "server.decode": (
-        "server.decode",
-        "server.node",
-        "server.engine",
-        "server.transfer",
-        "server.cache",
-        "server.threads",
-    ),
+    "server.node": ("server.node", "server.engine", "server.transfer", "server.cache", "server.faults"),
+    "server.prefill": ("server.prefill", *SHARED_BY_THE_ROLES),
+    "server.decode": ("server.decode", *SHARED_BY_THE_ROLES),
 }
 """What each package may import of ours. Plain modules of server/ may import nothing of ours but ``server`` itself."""
 
 LAUNCHERS = (
-    "server.launch",
-    "server.serving",
+    "server.node.build",
+    "server.node.run",
     "server.prefill.launch",
     "server.prefill.__main__",
     "server.decode.launch",
@@ -54,7 +49,7 @@ ROLES = ("server.prefill", "server.decode")
 
 OWNERS: dict[str, tuple[str, ...]] = {
     "mooncake": ("server.transfer.engines",),
-    "zmq": ("server.transfer",),
+    "zmq": ("server.transfer", "server.prefill", "server.decode"),
     "fastapi": ("server.api",),
     "starlette": ("server.api",),
     "uvicorn": ("server.api", "server.prefill", "server.decode"),
@@ -201,9 +196,9 @@ print(*sorted(m for m in sys.modules if m.startswith(("server.api", "server.tran
         ("server/decode/launch.py", "import server.prefill", "server.decode.launch:1 imports server.prefill"),
         ("server/decode/node.py", "import server.api.app", "server.decode.node:1 imports server.api.app"),
         ("server/transfer/rooms.py", "import mooncake.engine", "server.transfer.rooms:1 imports mooncake.engine"),
-        ("server/options.py", "import server.cache", "server.options:1 imports server.cache"),
-        ("server/launch.py", "import server.decode", "server.launch:1 imports server.decode"),
-        ("server/transfer/rooms.py", "import server.launch", "server.transfer.rooms:1 imports server.launch"),
+        ("server/node/options.py", "import server.model", "server.node.options:1 imports server.model"),
+        ("server/node/build.py", "import server.decode", "server.node.build:1 imports server.decode"),
+        ("server/transfer/rooms.py", "import server.node.build", "server.transfer.rooms:1 imports server.node.build"),
     ],
 )
 def test_a_wrong_import_is_reported(tmp_path: Path, module: str, statement: str, reported: str) -> None:
@@ -218,8 +213,8 @@ def test_right_imports_are_not_reported(tmp_path: Path) -> None:
             "server/model/network.py": "import torch\nfrom server.cache import specs",
             "server/api/routes.py": "import fastapi\nfrom server.engine.request import Backend\nfrom .app import x",
             "server/decode/launch.py": "import uvicorn, zmq\nimport server.api.app, server.engine.engine",
-            "server/launch.py": "import server.api.app, server.transfer.rooms, server.cache.specs",
-            "server/options.py": "from server import __version__",
+            "server/node/build.py": "import server.api.app, server.transfer.rooms, server.cache.specs",
+            "server/node/options.py": "from server import __version__",
             "server/decode/node.py": "from server.transfer import rooms\nfrom server.engine import engine",
             "server/transfer/engines/mooncake.py": "import mooncake.engine",
         },

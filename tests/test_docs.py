@@ -25,7 +25,7 @@ from server.decode import launch as decode_launch
 from server.model.config import load_config
 from server.model.loader import has_draft
 from server.model.state import state_components
-from server.options import BUNDLED_MODEL
+from server.node.options import BUNDLED_MODEL
 from server.prefill import launch as prefill_launch
 from tests.support.examples import DOCUMENTS, README, commands
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from server.decode import launch as decode_launch
+from server.node.options import BUNDLED_MODEL
 from server.node.ports import PortError, take_port
-from server.options import BUNDLED_MODEL
 from server.prefill import launch as prefill_launch
 
 ROOT = Path(__file__).resolve().parent.parent

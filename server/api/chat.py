@@ -13,8 +13,8 @@ from server.api.errors import InvalidRequest
 from server.api.fields import ignored_fields, ignored_header
 from server.api.generations import Answer
 from server.api.logprobs import chat_entry
+from server.api.requests import check_model, check_shape, serve
 from server.api.schemas import ChatCompletionRequest
-from server.api.serving import check_model, check_shape, serve
 from server.api.streaming import WHOLE_OR_STREAMED, until_disconnect
 from server.api.tokenizing import PromptReader
 from server.engine.request import Backend, TokenizerLike, TokenLogprob, TokenOutput

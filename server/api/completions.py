@@ -12,8 +12,8 @@ from fastapi.routing import APIRoute
 from server.api.fields import ignored_header
 from server.api.generations import Answer
 from server.api.logprobs import finite, token_key
+from server.api.requests import check_model, check_shape, serve
 from server.api.schemas import CompletionRequest
-from server.api.serving import check_model, check_shape, serve
 from server.api.streaming import WHOLE_OR_STREAMED, until_disconnect
 from server.api.tokenizing import PromptReader
 from server.engine.request import Backend, TokenizerLike, TokenLogprob, TokenOutput

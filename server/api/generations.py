@@ -170,8 +170,8 @@ def _submit(backend: Backend, request: GenerationRequest) -> Generation:
     try:
         return backend.submit(request)
     except RequestFailed as failure:
-        if request.named is not None:
-            failure.room = request.named.room
+        if request.routed is not None:
+            failure.room = request.routed.room
         raise
 
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from server.api.serving import check_model
+from server.api.requests import check_model
 from server.engine.request import Backend, RequestFailed
 
 MODEL_INFO_FIELDS = ("model_path", "tokenizer_path", "served_model_name", "model_type", "architectures", "max_context")

@@ -30,7 +30,7 @@ from server.api.fields import (
     ignored_fields,
     refuse_unsupported,
 )
-from server.api.named_rooms import MAX_GENERATIONS, Hosts, Ports, Rooms
+from server.api.routed_rooms import MAX_GENERATIONS, Hosts, Ports, Rooms
 from server.engine.request import MAX_LOGPROBS, SamplingParams
 
 MAX_STOP_STRINGS = 16

@@ -48,8 +48,8 @@ def choose_room(request: GenerationRequest, room: int | None, taken: Container[i
 
     Raises :class:`RequestFailed`: 400 for one that is none, 409 for one of ``taken``.
     """
-    if request.named is not None:
-        room = request.named.room
+    if request.routed is not None:
+        room = request.routed.room
     if room is None:
         room = secrets.randbits(63)
     if not 0 <= room <= MAX_ROOM:
@@ -66,7 +66,7 @@ def wire_request(request: GenerationRequest) -> RoomRequest | RoutedRequest:
     """
     sampling = wire_sampling(request.sampling)
     request_id, prompt = request.request_id[:256], request.prompt_ids
-    if request.named is not None:
+    if request.routed is not None:
         return RoutedRequest(request_id, len(prompt), prompt_hash(prompt), sampling)
     return RoomRequest(request_id, pack_tokens(prompt), sampling)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from server.cache.specs import DRAFT
 from server.decode.node import DecodeNode
 from server.decode.settings import DecodeSettings
-from server.launch import (
+from server.node.build import (
     check_families,
     check_model,
     check_transfer_host,
@@ -17,9 +17,9 @@ from server.launch import (
     read_keys,
     run,
 )
+from server.node.options import NodeOptions, node_parser, peer_address
 from server.node.ports import take_port
-from server.options import NodeOptions, node_parser, peer_address
-from server.serving import serve
+from server.node.run import serve
 from server.transfer.engines.exposure import warn_of_data_plane
 
 DEFAULT_PORT = 30001

@@ -1,6 +1,6 @@
 """The decode node: the :class:`~server.engine.request.Backend` that the HTTP API serves.
 
-What happens to a request is in :mod:`.desk`. This file is the process around it: start, stop, health.
+What happens to a request is in :mod:`.request_manager`. This file is the process around it: start, stop, health.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import time
 from collections import deque
 from typing import Any
 
-from server.decode.desk import RequestDesk
+from server.decode.request_manager import RequestManager
 from server.decode.settings import DecodeSettings
 from server.engine.events import Died, Event
 from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest, RequestFailed
-from server.node.parts import NodeParts, common_info, load_of
+from server.node.context import NodeContext, common_info, load_of
 from server.node.supervisor import Supervisor
 from server.node.ticker import tick_for_ever
 from server.transfer.manifest import new_incarnation
@@ -36,7 +36,7 @@ class DecodeNode:
 
     role = "decode"
 
-    def __init__(self, settings: DecodeSettings, parts: NodeParts) -> None:
+    def __init__(self, settings: DecodeSettings, parts: NodeContext) -> None:
         self.model_name = settings.model_name
         self.max_context = settings.max_context
         self.tokenizer = parts.tokenizer
@@ -44,7 +44,7 @@ class DecodeNode:
         self.incarnation = new_incarnation()
         self._settings = settings
         self._parts = parts
-        self._desk = RequestDesk(settings, parts, self.incarnation)
+        self._manager = RequestManager(settings, parts, self.incarnation)
         self._events: deque[Event] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -53,9 +53,9 @@ class DecodeNode:
     async def start(self) -> None:
         """Connects to the prefill nodes (without waiting for them)."""
         self._loop = asyncio.get_running_loop()
-        self._desk.start()
-        self._ticker = ticker = asyncio.create_task(tick_for_ever(self.role, self._desk), name="decode ticker")
-        self._supervisor.watch(lambda: [ticker, *self._desk.tasks])
+        self._manager.start()
+        self._ticker = ticker = asyncio.create_task(tick_for_ever(self.role, self._manager), name="decode ticker")
+        self._supervisor.watch(lambda: [ticker, *self._manager.tasks])
 
     def vital(self, thread: threading.Thread) -> None:
         """The node is dead if ``thread`` is."""
@@ -64,11 +64,11 @@ class DecodeNode:
     @property
     def busy(self) -> bool:
         """Whether a client still waits for an answer."""
-        return any(not work.generation.ended for work in self._desk.works.values())
+        return any(not work.generation.ended for work in self._manager.works.values())
 
     def drain(self) -> None:
         """Takes nothing new and opens no room any more; what is in a room or decoding goes on."""
-        self._desk.drain(_SHUTTING_DOWN)
+        self._manager.drain(_SHUTTING_DOWN)
 
     async def stop(self) -> None:
         """Fails what is left with 503, tells the prefill nodes, and closes every connection and transport session.
@@ -77,11 +77,11 @@ class DecodeNode:
         """
         is_alive, reason = self.alive()
         self._supervisor.end()
-        self._desk.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason, 503))
+        self._manager.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason, 503))
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
-        await self._desk.close()
+        await self._manager.close()
 
     # --- Backend ------------------------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class DecodeNode:
 
         Raises :class:`RequestFailed` at once for what cannot be served.
         """
-        return self._desk.submit(request, room=room)
+        return self._manager.submit(request, room=room)
 
     def alive(self) -> tuple[bool, str]:
         reason = self._supervisor.look()
@@ -102,23 +102,23 @@ class DecodeNode:
         if not is_alive:
             return False, reason
         try:
-            self._desk.check_serving()
+            self._manager.check_serving()
         except RequestFailed as failure:
             return False, failure.message
-        return (True, "local prefill") if self._desk.receiver is None else await self._desk.receiver.ready()
+        return (True, "local prefill") if self._manager.receiver is None else await self._manager.receiver.ready()
 
     def load(self) -> dict[str, int]:
-        return load_of(self._parts, len(self._desk.works), len(self._desk.queue))
+        return load_of(self._parts, len(self._manager.works), len(self._manager.queue))
 
     def server_info(self) -> dict[str, Any]:
-        desk = self._desk
+        manager = self._manager
         return common_info(self.role, self.incarnation, self._settings, self._parts) | {
-            "local_prefill": desk.receiver is None,
+            "local_prefill": manager.receiver is None,
             "spec_tokens": self._settings.spec_tokens,
             "draft_state": self._settings.draft_state,
-            "waiting": len(desk.queue),
-            "quarantine": desk.quarantine.describe(time.monotonic()),
-            "peers": desk.receiver.peers.describe() if desk.receiver is not None else [],
+            "waiting": len(manager.queue),
+            "quarantine": manager.quarantine.describe(time.monotonic()),
+            "peers": manager.receiver.peers.describe() if manager.receiver is not None else [],
         }
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -142,6 +142,6 @@ class DecodeNode:
         if isinstance(event, Died):
             reason = f"the engine thread has ended: {event.message}"
             self._supervisor.fail(reason)
-            self._desk.engine_died(Failure("engine_died", reason, 503))
+            self._manager.engine_died(Failure("engine_died", reason, 503))
         else:
-            self._desk.on_engine_event(event)
+            self._manager.on_engine_event(event)

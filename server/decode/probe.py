@@ -12,12 +12,12 @@ import xxhash
 
 from server.cache.arena import Arena
 from server.cache.layout import PROBE_NBYTES, Run
-from server.transfer.peer import PeerLink
+from server.decode.prefill_link import PrefillLink
 from server.transfer.protocol import PROBE_BLOCK_NBYTES, Probe, ProbeDone, Registration, registration_of
 from server.transfer.rooms import Deadlines, Failure
 
 
-def transport_of(link: PeerLink) -> str | None:
+def transport_of(link: PrefillLink) -> str | None:
     """The peer's transport and the wire that it really uses, such as ``mooncake/tcp``; None without a session."""
     return f"{link.ours.transport_kind}/{link.ours.transport}" if link.ours else None
 
@@ -35,7 +35,7 @@ class _Result:
 class _Waiting:
     """A probe under way."""
 
-    link: PeerLink
+    link: PrefillLink
     probe: Probe
     answer: asyncio.Future[ProbeDone]
 
@@ -57,7 +57,7 @@ class Prober:
         for lane in range(PROBE_NBYTES // PROBE_BLOCK_NBYTES):
             self._lanes.put_nowait(lane)
 
-    async def ready(self, links: Callable[[], list[PeerLink]]) -> tuple[bool, str]:
+    async def ready(self, links: Callable[[], list[PrefillLink]]) -> tuple[bool, str]:
         """Whether every registered one of ``links()`` passes, and there is one; why not, or over which transport.
 
         Concurrent calls share one probe.
@@ -73,7 +73,7 @@ class Prober:
             ]
             return not any(errors), "; ".join(words)
 
-    async def _fresh(self, link: PeerLink) -> str | None:
+    async def _fresh(self, link: PrefillLink) -> str | None:
         """A result of this registration that is not too old: None if the write landed, else what went wrong."""
         registration = link.registration
         if registration is None:
@@ -96,14 +96,14 @@ class Prober:
         if waiting is not None and not waiting.answer.done():
             waiting.answer.set_result(message)
 
-    def on_lost(self, link: PeerLink, failure: Failure) -> None:
+    def on_lost(self, link: PrefillLink, failure: Failure) -> None:
         """Nobody will answer any more."""
         for waiting in self._waiting.values():
             if waiting.link is link:
                 probe = waiting.probe
                 self.on_done(ProbeDone(*registration_of(probe), probe.nonce, 0, failure.reason))
 
-    async def _probe(self, link: PeerLink, probe: Probe) -> str | None:
+    async def _probe(self, link: PrefillLink, probe: Probe) -> str | None:
         """Asks, and again while there is no answer: one of the two messages may be lost."""
         answer: asyncio.Future[ProbeDone] = asyncio.get_running_loop().create_future()
         self._waiting[probe.nonce] = _Waiting(link, probe, answer)

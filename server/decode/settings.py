@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from server.cache.specs import DRAFT
-from server.node.parts import NodeSettings
+from server.node.context import NodeSettings
 
 
 @dataclass(frozen=True, kw_only=True)

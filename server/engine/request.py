@@ -60,7 +60,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class NamedRoom:
+class RoutedRoom:
     """Where a router sent the same request as well: room ``room`` on the prefill node that listens at ``host:port``.
 
     A request with it goes to that prefill node and to no other. On the prefill node itself ``host`` and ``port`` may be
@@ -79,12 +79,12 @@ class NamedRoom:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to continue. ``request_id`` names it in logs; ``named`` is the room that a router chose."""
+    """One prompt to continue. ``request_id`` names it in logs; ``routed`` is the room that a router chose."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    named: NamedRoom | None = None
+    routed: RoutedRoom | None = None
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,17 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 
 
-class Desk(Protocol):
+class Manager(Protocol):
     """What a node keeps its requests or rooms on."""
 
     def tick(self) -> None: ...
 
 
-async def tick_for_ever(role: str, desk: Desk) -> None:
+async def tick_for_ever(role: str, manager: Manager) -> None:
     """Ticks every :data:`TICK_S`, until it is cancelled. A tick that raises is logged; the next one comes."""
     while True:
         await asyncio.sleep(TICK_S)
         try:
-            desk.tick()
+            manager.tick()
         except Exception:
             log.exception("a tick of the %s node failed", role)

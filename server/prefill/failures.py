@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from server.cache.owners import WrongOwner
 from server.cache.specs import LayoutError
 from server.engine.events import WRONG_OWNER, Failed
+from server.prefill.kv_sender import SendResult
 from server.transfer.checks import PLACEMENT, Check
 from server.transfer.rooms import Failure
-from server.transfer.sender import SendResult
 
 
 def broken(error: Exception) -> Failure:

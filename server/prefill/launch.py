@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from server.launch import check_model, check_transfer_host, lay_groundwork, prove_transport, read_keys, run
 from server.model.loader import has_draft
+from server.node.build import check_model, check_transfer_host, lay_groundwork, prove_transport, read_keys, run
+from server.node.options import NodeOptions, node_parser, port_number
 from server.node.ports import take_ports
-from server.options import NodeOptions, node_parser, port_number
+from server.node.run import serve
 from server.prefill.node import PrefillNode, PrefillSettings
-from server.serving import serve
 from server.transfer.engines.exposure import warn_of_data_plane
 
 DEFAULT_PORT = 30000

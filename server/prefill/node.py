@@ -1,8 +1,8 @@
 """The prefill node: rooms come in over the bootstrap socket, prompts go through the engine, state goes out.
 
 A room's way: ``Reserve`` -> queue -> slot, pages, engine -> pages pushed after each chunk -> tail pushed after the last
--> ``Done`` -> ``Committed`` -> scrubbed -> released (:mod:`.desk`). This file is the process around it: start, stop,
-health.
+-> ``Done`` -> ``Committed`` -> scrubbed -> released (:mod:`.room_manager`). This file is the process around it: start,
+stop, health.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 
 from server.engine.events import Died, Event
 from server.engine.request import Generation, GenerationRequest, RequestFailed
-from server.node.parts import NodeParts, NodeSettings, common_info, load_of
+from server.faults.messages import Outbox
+from server.node.context import NodeContext, NodeSettings, common_info, load_of
 from server.node.supervisor import Supervisor
 from server.node.ticker import tick_for_ever
-from server.prefill.desk import RoomDesk
+from server.prefill.bootstrap import Bootstrap, DecodePeer
 from server.prefill.reception import Reception
+from server.prefill.room_manager import PrefillRoomManager
 from server.threads import call_in_thread
 from server.transfer.addresses import join_address
-from server.transfer.bootstrap import Bootstrap, DecodePeer
 from server.transfer.manifest import TransportIdentity, build_manifest, new_incarnation
-from server.transfer.outbox import Outbox
 from server.transfer.protocol import AnyMessage
 from server.transfer.rooms import Failure
 
@@ -57,7 +57,7 @@ class PrefillNode:
 
     role = "prefill"
 
-    def __init__(self, settings: PrefillSettings, parts: NodeParts) -> None:
+    def __init__(self, settings: PrefillSettings, parts: NodeContext) -> None:
         self.model_name = settings.model_name
         self.max_context = settings.max_context
         self.tokenizer = parts.tokenizer
@@ -66,7 +66,7 @@ class PrefillNode:
         self._settings = settings
         self._parts = parts
         self._bootstrap: Bootstrap | None = None
-        self._desk: RoomDesk | None = None
+        self._manager: PrefillRoomManager | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._supervisor = Supervisor()
@@ -93,17 +93,17 @@ class PrefillNode:
             spec_tokens=self._settings.spec_tokens,
             components=layout.names,
         )
-        desk = RoomDesk(self._settings, parts, self._send)
+        manager = PrefillRoomManager(self._settings, parts, self._send)
         parts.metrics.watch(
             parts.allocator,
-            queued=lambda: desk.n_waiting,
-            running=lambda: len(desk.works) - desk.n_waiting,
-            peers=lambda: len(desk.targets),
+            queued=lambda: manager.n_waiting,
+            running=lambda: len(manager.works) - manager.n_waiting,
+            peers=lambda: len(manager.targets),
         )
-        self._desk = desk
+        self._manager = manager
         self._bootstrap = bootstrap = Bootstrap(
             manifest,
-            Reception(desk, self._settings, parts, self._send),
+            Reception(manager, self._settings, parts, self._send),
             self._settings.deadlines,
             parts.metrics,
             self._settings.guard,
@@ -111,9 +111,9 @@ class PrefillNode:
         )
         settings = self._settings
         await bootstrap.start(settings.bootstrap_host, settings.bootstrap_port, settings.bootstrap_listener)
-        desk.pairing.address = join_address(settings.bootstrap_host, bootstrap.port)
-        self._ticker = ticker = asyncio.create_task(tick_for_ever(self.role, desk), name="prefill ticker")
-        self._supervisor.watch(lambda: [ticker, *bootstrap.tasks, *desk.threads])
+        manager.routed_rooms.address = join_address(settings.bootstrap_host, bootstrap.port)
+        self._ticker = ticker = asyncio.create_task(tick_for_ever(self.role, manager), name="prefill ticker")
+        self._supervisor.watch(lambda: [ticker, *bootstrap.tasks, *manager.threads])
 
     def vital(self, thread: threading.Thread) -> None:
         """The node is dead if ``thread`` is."""
@@ -122,12 +122,12 @@ class PrefillNode:
     @property
     def busy(self) -> bool:
         """Whether a room is not over yet."""
-        return self._desk is not None and bool(self._desk.works)
+        return self._manager is not None and bool(self._manager.works)
 
     def drain(self) -> None:
         """Takes no room any more and gives up those that wait; prompts and transfers under way go on."""
-        if self._desk is not None:
-            self._desk.drain(_SHUTTING_DOWN)
+        if self._manager is not None:
+            self._manager.drain(_SHUTTING_DOWN)
 
     async def stop(self) -> None:
         """Tells every decode node that its rooms are over, then closes the senders and the bootstrap port.
@@ -136,25 +136,25 @@ class PrefillNode:
         """
         is_alive, reason = self.alive()
         self._supervisor.end()
-        if self._desk is not None:
-            self._desk.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason, 503))
-            await self._until_known(self._desk)
+        if self._manager is not None:
+            self._manager.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason, 503))
+            await self._until_known(self._manager)
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
-        if self._desk is not None:
-            await self._desk.close()
+        if self._manager is not None:
+            await self._manager.close()
         if self._bootstrap is not None:
             await self._bootstrap.close()
 
-    async def _until_known(self, desk: RoomDesk) -> None:
+    async def _until_known(self, manager: PrefillRoomManager) -> None:
         """Keeps the connections open until every room's end is known, at most :data:`_KNOWN_S`.
 
         ZMQ drops what a decode node has received and not yet read when the connection breaks: it would take this node
         for one that fell silent. What is lost is sent again by the ticker.
         """
         give_up = time.monotonic() + _KNOWN_S
-        while time.monotonic() < give_up and not all(work.room.is_known for work in desk.works.values()):  # noqa: ASYNC110
+        while time.monotonic() < give_up and not all(work.room.is_known for work in manager.works.values()):  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
 
     # --- Backend ------------------------------------------------------------------------------------------------------
@@ -164,14 +164,14 @@ class PrefillNode:
 
         Raises :class:`RequestFailed`.
         """
-        if self._desk is None:
+        if self._manager is None:
             raise RequestFailed("not_running", "the prefill node is not running yet", status=503)
-        return self._desk.submit(request)
+        return self._manager.submit(request)
 
     def load(self) -> dict[str, int]:
-        desk = self._desk
-        n_http = desk.pairing.n_http if desk is not None else 0
-        n_waiting, n_rooms = (desk.n_waiting, len(desk.works)) if desk is not None else (0, 0)
+        manager = self._manager
+        n_http = manager.routed_rooms.n_http if manager is not None else 0
+        n_waiting, n_rooms = (manager.n_waiting, len(manager.works)) if manager is not None else (0, 0)
         return load_of(self._parts, n_rooms + n_http, n_waiting + n_http)
 
     def alive(self) -> tuple[bool, str]:
@@ -184,22 +184,24 @@ class PrefillNode:
         Decode nodes ask for the probes. Before one is registered, and before its first probe, it is ready.
         """
         is_alive, reason = self.alive()
-        if not is_alive or self._desk is None:
+        if not is_alive or self._manager is None:
             return False, reason or "the prefill node is not running"
-        if self._desk.refusing is not None:
-            return False, self._desk.refusing.reason
-        targets = self._desk.targets.values()
+        if self._manager.refusing is not None:
+            return False, self._manager.refusing.reason
+        targets = self._manager.targets.values()
         passed = not any(target.probe is not None and target.probe[1] for target in targets)
         return passed, "; ".join(target.describe_probe() for target in targets) or "no decode node is registered yet"
 
     def server_info(self) -> dict[str, Any]:
-        desk = self._desk
-        targets = list(desk.targets) if desk is not None else []
+        manager = self._manager
+        targets = list(manager.targets) if manager is not None else []
         return common_info(self.role, self.incarnation, self._settings, self._parts) | {
             "bootstrap_port": self.bootstrap_port,
-            "waiting": desk.n_waiting if desk is not None else 0,
+            "waiting": manager.n_waiting if manager is not None else 0,
             "refused": self._bootstrap.refused() if self._bootstrap is not None else [],
-            "unpaired": {"http": desk.pairing.n_http, "rooms": desk.pairing.n_lonely} if desk is not None else {},
+            "unpaired": {"http": manager.routed_rooms.n_http, "rooms": manager.routed_rooms.n_lonely}
+            if manager is not None
+            else {},
             "peers": [
                 {
                     "incarnation": peer.incarnation,
@@ -218,14 +220,14 @@ class PrefillNode:
             self._loop.call_soon_threadsafe(self._on_engine_event, event)
 
     def _on_engine_event(self, event: Event) -> None:
-        if self._desk is None:
+        if self._manager is None:
             return
         if isinstance(event, Died):
             reason = f"the engine thread has ended: {event.message}"
             self._supervisor.fail(reason)
-            self._desk.engine_died(Failure("engine_died", reason, 503))
+            self._manager.engine_died(Failure("engine_died", reason, 503))
         else:
-            self._desk.on_engine_event(event)
+            self._manager.on_engine_event(event)
 
     def _send(self, peer: DecodePeer, message: AnyMessage) -> None:
         if self._bootstrap is not None:

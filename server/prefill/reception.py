@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 
 from server.engine.request import GenerationRequest
-from server.node.parts import NodeParts, NodeSettings
-from server.prefill.desk import RoomDesk
+from server.node.context import NodeContext, NodeSettings
+from server.prefill.bootstrap import DecodePeer
 from server.prefill.failures import broken
-from server.prefill.peers import PeerSender
-from server.prefill.work import RoomWork, n_tokens_of, read_request
-from server.transfer.bootstrap import DecodePeer
-from server.transfer.prefill_room import PrefillRoom, failed_message
+from server.prefill.probe import PeerSender
+from server.prefill.request import PrefillRequest, n_tokens_of, read_request
+from server.prefill.room import PrefillRoom, failed_message
+from server.prefill.room_manager import PrefillRoomManager
 from server.transfer.protocol import (
     Abort,
     AnyMessage,
@@ -35,19 +35,19 @@ log = logging.getLogger(__name__)
 
 
 class Reception:
-    """The :class:`~server.transfer.bootstrap.BootstrapHandler`: takes rooms on for ``desk`` and hands it the rest.
+    """The :class:`~server.prefill.bootstrap.BootstrapHandler`: takes rooms on for ``manager`` and hands it the rest.
 
     ``send`` posts a message to a decode node.
     """
 
     def __init__(
         self,
-        desk: RoomDesk,
+        manager: PrefillRoomManager,
         settings: NodeSettings,
-        parts: NodeParts,
+        parts: NodeContext,
         send: Callable[[DecodePeer, AnyMessage], None],
     ) -> None:
-        self._desk = desk
+        self._manager = manager
         self._send = send
         self._metrics = parts.metrics
         self._faults = parts.faults
@@ -55,18 +55,18 @@ class Reception:
         self._max_queue = settings.max_queue
 
     def on_registered(self, peer: DecodePeer) -> None:
-        self._desk.meet(peer)
+        self._manager.meet(peer)
 
     def on_lost(self, peer: DecodePeer, failure: Failure) -> None:
-        self._desk.part(peer, failure)
+        self._manager.part(peer, failure)
 
     def on_message(self, peer: DecodePeer, message: PeerMessage) -> None:
-        target = self._desk.targets[peer]
+        target = self._manager.targets[peer]
         match message:
-            case Probe() if self._desk.refusing is not None:
-                self._desk.probes.refuse(target, message, self._desk.refusing.reason)
+            case Probe() if self._manager.refusing is not None:
+                self._manager.probes.refuse(target, message, self._manager.refusing.reason)
             case Probe():
-                self._desk.probes.start(target, message)
+                self._manager.probes.start(target, message)
             case Reserve():
                 try:
                     self._on_reserve(target, message)
@@ -76,9 +76,9 @@ class Reception:
             case Waiting():
                 self._on_waiting(peer, message)
             case Abort() | Committed() | Rejected():
-                work = self._desk.works.get(RoomKey(message.room, message.epoch, message.decode))
+                work = self._manager.works.get(RoomKey(message.room, message.epoch, message.decode))
                 if work is not None:
-                    self._desk.step(work, message)
+                    self._manager.step(work, message)
                 elif isinstance(message, Abort):
                     self._on_abort_of_unknown(peer, message)
             case _:
@@ -86,26 +86,26 @@ class Reception:
 
     def _on_waiting(self, peer: DecodePeer, waiting: Waiting) -> None:
         """A room that is over here, or will never be taken, is answered so again and again: the answer may be lost."""
-        desk, key = self._desk, RoomKey(waiting.room, waiting.epoch, waiting.decode)
-        stone = desk.tombstones.refuses(key)
-        if key in desk.works:
+        manager, key = self._manager, RoomKey(waiting.room, waiting.epoch, waiting.decode)
+        stone = manager.tombstones.refuses(key)
+        if key in manager.works:
             return  # a copy from before the room was reserved
         if stone is not None:
             self._send(peer, failed_message(waiting, stone.failure or _over(key), Writes.SETTLING))
-        elif desk.refusing is not None:
-            desk.refuse_waiting(waiting, desk.refusing)
+        elif manager.refusing is not None:
+            manager.refuse_waiting(waiting, manager.refusing)
         else:
-            desk.pairing.heard(waiting)
+            manager.routed_rooms.heard(waiting)
 
     def _on_reserve(self, target: PeerSender, reserve: Reserve) -> None:
         key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
-        if key in self._desk.works:
-            self._desk.step(self._desk.works[key], reserve)
+        if key in self._manager.works:
+            self._manager.step(self._manager.works[key], reserve)
             return
-        stone = self._desk.tombstones.refuses(key)
+        stone = self._manager.tombstones.refuses(key)
         if stone is not None:
             failure = stone.failure or _over(key)
-            writes = Writes.SETTLING if self._desk.tombstones.clean(key) else Writes.UNKNOWN
+            writes = Writes.SETTLING if self._manager.tombstones.clean(key) else Writes.UNKNOWN
             self._send(target.peer, failed_message(reserve, failure, writes))
             return
         try:
@@ -116,31 +116,31 @@ class Reception:
             self._metrics.dropped(error.kind)
             return
         room = PrefillRoom(reserve, n_tokens, self._deadlines, time.monotonic())
-        work = RoomWork(room, request, target)
-        self._desk.works[key] = work
+        work = PrefillRequest(room, request, target)
+        self._manager.works[key] = work
         self._faults.entered(room.phase)
-        self._desk.step(work, reserve if failure_at_once is None else GivenUp(failure_at_once))
+        self._manager.step(work, reserve if failure_at_once is None else GivenUp(failure_at_once))
         if isinstance(reserve.request, RoutedRequest):
-            self._desk.pairing.reserved(work)
+            self._manager.routed_rooms.reserved(work)
         elif failure_at_once is None:
-            self._desk.enqueue(work)
+            self._manager.enqueue(work)
 
     def _check(self, target: PeerSender, reserve: Reserve, request: GenerationRequest, n: int) -> Failure | None:
         """Why this node will never compute ``reserve`` with its ``n`` tokens, or None."""
-        if self._desk.refusing is not None:
-            return self._desk.refusing
-        if self._desk.n_waiting >= self._max_queue:
-            return Failure("overloaded", f"{self._desk.n_waiting} rooms wait for the prefill node already", 503)
-        if any(work.room.key.room == reserve.room for work in self._desk.rooms_of(target) if work.room.active):
+        if self._manager.refusing is not None:
+            return self._manager.refusing
+        if self._manager.n_waiting >= self._max_queue:
+            return Failure("overloaded", f"{self._manager.n_waiting} rooms wait for the prefill node already", 503)
+        if any(work.room.key.room == reserve.room for work in self._manager.rooms_of(target) if work.room.active):
             return Failure("duplicate_room", f"room {reserve.room} is under way in another epoch", 409)
-        return self._desk.memory.refuses(target.peer, reserve, request, n)
+        return self._manager.memory.refuses(target.peer, reserve, request, n)
 
     def _on_abort_of_unknown(self, peer: DecodePeer, abort: Abort) -> None:
         key = RoomKey(abort.room, abort.epoch, abort.decode)
         failure = Failure("aborted", abort.reason, 499)
-        self._desk.pairing.given_up(key, failure)
-        if self._desk.tombstones.clean(key):
-            self._desk.tombstones.bury(key, failure, clean=True)
+        self._manager.routed_rooms.given_up(key, failure)
+        if self._manager.tombstones.clean(key):
+            self._manager.tombstones.bury(key, failure, clean=True)
             self._send(peer, Quiesced(**ids_of(abort)))
         else:
             self._send(peer, failed_message(abort, failure, Writes.UNKNOWN))

@@ -16,7 +16,7 @@ from server.cache.specs import DRAFT, SWA, Scope
 from server.transfer.engines.base import TransferEngine
 
 PROTOCOL_VERSION = 3
-"""Raised whenever a message changes. Peers of different versions refuse each other."""
+"""Raised whenever a message changes. PeerPool of different versions refuse each other."""
 
 ABSENT = "absent"
 AUTH, PEERS = "auth", "peers"

@@ -1,7 +1,7 @@
 """What both rooms share: keys, deadlines, failures, re-sending, tombstones, and the actions a room asks its node for.
 
-A *room* is one request between one prefill and one decode process. The two state machines (:mod:`.prefill_room`,
-:mod:`.decode_room`) are pure: events in, actions out, the clock passed in as a number.
+A *room* is one request between one prefill and one decode process. The two state machines (:mod:`server.prefill.room`,
+:mod:`server.decode.room`) are pure: events in, actions out, the clock passed in as a number.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from server.cache.owners import Owner
 from server.transfer.protocol import AnyMessage
+
+TICK_S = 0.25
+"""How often both ends of a control connection look at the other's silence."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 import xxhash
 
-from server.api.serving import sample_seed
+from server.api.requests import sample_seed
 from server.engine.request import SamplingParams
 from server.engine.tokenizer import Tokenizer
 from tests.api.fakes import FakeBackend

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.decode import receiver
+from server.decode import room_manager
 from server.engine.events import ChunkComputed
 from server.engine.generation import NodeGeneration
 from server.engine.request import FinishReason, GenerationRequest, RequestFailed
@@ -88,7 +88,7 @@ class Client:
 
 def room_phases(pair: Pair) -> list[str]:
     """The phases of the rooms on the decode node, in order of their opening."""
-    return [work.room.phase.value for work in pair.decode._desk.works.values() if work.room is not None]
+    return [work.room.phase.value for work in pair.decode._manager.works.values() if work.room is not None]
 
 
 async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
@@ -168,9 +168,9 @@ async def test_an_abort_in_every_phase_frees_both_nodes(
     model: DeepseekV4, tokenizer: Tokenizer, phase: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = SlowTransport if phase == "transfer" else MooncakeEngine
-    verify = receiver.verify
+    verify = room_manager.verify
     if phase == "verify":
-        monkeypatch.setattr(receiver, "verify", lambda *args: (time.sleep(0.3), verify(*args))[1])
+        monkeypatch.setattr(room_manager, "verify", lambda *args: (time.sleep(0.3), verify(*args))[1])
     p_side = Side(chunk_tokens=16, slots=1 if phase == "queued" else 4)
     async with (
         running_pair(model, tokenizer, p_side, Side(slots=4, permute_seed=2), transport=transport) as pair,
@@ -192,7 +192,7 @@ async def test_an_abort_in_every_phase_frees_both_nodes(
         await client.go()
         if others:
             await until(lambda: pair.decode.server_info()["waiting"] == 0, "it waits no more", 1.0)
-            await until(lambda: len(pair.decode._desk.works) == len(others), "only the others are left", 1.0)
+            await until(lambda: len(pair.decode._manager.works) == len(others), "only the others are left", 1.0)
         else:
             await pair.settled(FREED_S)
         for outputs, _ in await asyncio.gather(*others):
@@ -248,7 +248,7 @@ async def check_random_aborts(
         assert n_rounds > 1
         await pair.settled(FREED_S)
         assert pair.decode.server_info()["waiting"] == 0
-        assert not pair.decode._desk.works
+        assert not pair.decode._manager.works
         assert pair.d.metric("pd_fences_total") == 0
         for request, wanted in zip(witnesses, expected, strict=True):
             assert tokens((await pair.answer(request))[0]) == wanted

@@ -12,9 +12,9 @@ import pytest
 from server.cache.live import LIVE_RULES, live_positions
 from server.engine.request import GenerationRequest, RequestFailed
 from server.engine.tokenizer import Tokenizer
+from server.faults.spec import FaultSet
 from server.model.network import DeepseekV4
 from server.model.state import state_components
-from server.transfer.faults import FaultSet
 from tests.support.pair import Pair, Side, a_request, answer, running_decode, running_pair, tokens
 
 N = 391

@@ -1,4 +1,4 @@
-"""Peers that do not fit each other are refused by the field's name, and the client is told it with both values."""
+"""PeerPool that do not fit each other are refused by the field's name, and the client is told it with both values."""
 
 from __future__ import annotations
 

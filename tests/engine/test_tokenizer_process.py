@@ -14,7 +14,7 @@ import pytest
 from server.engine.request import EncodingJob, RequestFailed
 from server.engine.tokenizer import Tokenizer
 from server.engine.tokenizer_process import COMMAND, TokenizerProcess
-from server.options import BUNDLED_MODEL
+from server.node.options import BUNDLED_MODEL
 
 WITHIN_S = 30.0
 STUCK = "import sys, time\nsys.stdin.buffer.read(1)\nprint('began', file=sys.stderr, flush=True)\ntime.sleep(600)"

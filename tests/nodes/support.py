@@ -43,12 +43,12 @@ from server.engine.events import (
     Stop,
 )
 from server.engine.request import FinishReason, GenerationRequest, SamplingParams, TokenLogprob, TokenOutput
-from server.node.parts import NodeParts
+from server.faults.spec import FaultSet
+from server.node.context import NodeContext
 from server.prefill.node import PrefillNode, PrefillSettings
 from server.transfer.auth import Guard
 from server.transfer.engines.base import TransferEngine
 from server.transfer.engines.loopback import LoopbackEngine
-from server.transfer.faults import FaultSet
 from server.transfer.manifest import ModelIdentity
 from server.transfer.metrics import NodeMetrics
 from server.transfer.rooms import Deadlines
@@ -240,7 +240,7 @@ class FakeEngine(threading.Thread):
 class NodeUnderTest:
     node: Any
     engine: FakeEngine
-    parts: NodeParts
+    parts: NodeContext
 
     @property
     def arena(self) -> Arena:
@@ -347,7 +347,7 @@ def _bare(
     """Everything but the node."""
     arena = Arena(ArenaLayout.from_geometry(geometry), poison=True)
     engine = FakeEngine(arena)
-    parts = NodeParts(
+    parts = NodeContext(
         submit_command=engine.submit,
         make_transport=make_transport,
         arena=arena,

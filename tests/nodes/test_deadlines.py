@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from server.decode import receiver
+from server.decode import room_manager
 from server.engine.request import RequestFailed
 from server.transfer.engines.loopback import Fault, LoopbackEngine
 from server.transfer.protocol import Committed, Reserve
@@ -77,7 +77,7 @@ async def test_a_prefill_node_that_lives_but_says_nothing_of_the_room(
     p = await pair.prefill()
     d = await pair.decode(p, deadlines=replace(FAST, prefill_s=0.6))
     p.engine.gate.clear()
-    monkeypatch.setattr("server.transfer.prefill_room.PrefillRoom._on_tick", lambda *args: [])
+    monkeypatch.setattr("server.prefill.room.PrefillRoom._on_tick", lambda *args: [])
     failure = await failure_of(d)
     assert failure.status == 504
     assert "no sign of life in phase prefill" in failure.message
@@ -110,13 +110,13 @@ async def test_transfer(pair: Pair) -> None:
 async def test_commit_on_either_node(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     p = await pair.prefill(deadlines=replace(FAST, commit_s=0.5))
     d = await pair.decode(p, deadlines=replace(FAST, commit_s=0.3))
-    verify = receiver.verify
+    verify = room_manager.verify
 
     def slow_verify(*args: object) -> object:
         time.sleep(0.8)
         return verify(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(receiver, "verify", slow_verify)
+    monkeypatch.setattr(room_manager, "verify", slow_verify)
     failure = await failure_of(d)
     assert failure.status == 504
     assert "no sign of life in phase commit for 0." in failure.message

@@ -14,7 +14,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from server.decode import receiver
+from server.decode import room_manager
 from server.engine.events import Died
 from server.engine.request import FinishReason, RequestFailed
 from server.transfer.engines.loopback import Fault, LoopbackEngine, Submission
@@ -79,17 +79,17 @@ async def test_an_abort_in_any_phase_leaves_every_count_at_its_start(
         p.engine.gate.clear()
         occupants = [d.node.submit(request(9))] if phase == "queued" else []
     elif phase == "verify":
-        verify = receiver.verify
+        verify = room_manager.verify
 
         def slow_verify(*args: object) -> object:
             time.sleep(0.3)
             return verify(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(receiver, "verify", slow_verify)
+        monkeypatch.setattr(room_manager, "verify", slow_verify)
     generation = d.node.submit(request(300, seed=5, max_tokens=400))
-    work = next(w for w in d.node._desk.works.values() if w.generation is generation)
+    work = next(w for w in d.node._manager.works.values() if w.generation is generation)
     if phase == "waiting":
-        assert work in d.node._desk.queue
+        assert work in d.node._manager.queue
     elif phase == "decoding":
         await generation.route()
     else:
@@ -125,8 +125,8 @@ async def test_aborting_a_hundred_rooms_leaks_nothing(pair: Pair) -> None:
     for generation in generations:
         generation.abort()
     await assert_works_again(p, d)
-    assert not d.node._desk.works
-    assert not p.node._desk.works
+    assert not d.node._manager.works
+    assert not p.node._manager.works
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ async def test_an_engine_error_fails_one_room_only(pair: Pair) -> None:
 async def test_an_exception_in_one_room_fails_that_room_only(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     p = await pair.prefill()
     d = await pair.decode(p)
-    for target in ("server.decode.receiver.verify", "server.prefill.work.CopyPlan.tail"):
+    for target in ("server.decode.room_manager.verify", "server.prefill.request.CopyPlan.tail"):
         with monkeypatch.context() as patched:
 
             def broken(*args: object) -> None:
@@ -224,7 +224,10 @@ async def test_an_exception_at_the_commit_never_frees_memory_that_the_engine_dec
 ) -> None:
     p = await pair.prefill()
     d = await pair.decode(p)
-    for target in ("server.transfer.peer.PeerLink.send", "server.decode.receiver.Receiver._forget"):
+    for target in (
+        "server.decode.prefill_link.PrefillLink.send",
+        "server.decode.room_manager.DecodeRoomManager._forget",
+    ):
         perform = pkgutil.resolve_name(target)
         with monkeypatch.context() as patched:
 
@@ -247,7 +250,7 @@ async def test_a_peer_that_falls_silent_fails_its_rooms_within_the_deadline_and_
     port = p.node.bootstrap_port
     p.engine.gate.clear()
     generation = d.node.submit(request(300))
-    await until(lambda: next(iter(d.node._desk.works.values())).room.phase == "prefill")
+    await until(lambda: next(iter(d.node._manager.works.values())).room.phase == "prefill")
     started = time.monotonic()
     p.node._bootstrap._put = lambda frames: None  # as a frozen process: the connection stands, and says nothing
     with pytest.raises(RequestFailed, match="was silent") as caught:
@@ -282,7 +285,7 @@ async def test_a_prefill_node_that_shuts_down_tells_its_rooms_at_once(pair: Pair
     d = await pair.decode(p)
     p.engine.gate.clear()
     generation = d.node.submit(request(300))
-    await until(lambda: next(iter(d.node._desk.works.values())).room.phase == "prefill")
+    await until(lambda: next(iter(d.node._manager.works.values())).room.phase == "prefill")
     stopping = asyncio.create_task(pair.stop(p))
     with pytest.raises(RequestFailed, match="prefill node is shutting down"):
         await generation.route()
@@ -296,12 +299,12 @@ async def test_a_decode_node_that_disappears_leaves_the_prefill_node_clean(pair:
     for i in range(3):
         d.node.submit(request(100, seed=i))
     await until(lambda: p.counts()["slots"]["reserved"] == 3)
-    for link in d.node._desk.receiver.links:
+    for link in d.node._manager.receiver.links:
         await link.close()
-    await until(lambda: not p.node._desk.targets, FAST.peer_s + 1.0)
+    await until(lambda: not p.node._manager.targets, FAST.peer_s + 1.0)
     p.engine.gate.set()
     await until(lambda: all_free(p))
-    assert not p.node._desk.works
+    assert not p.node._manager.works
 
 
 async def test_the_client_hears_of_a_dead_prefill_engine(pair: Pair) -> None:
@@ -345,7 +348,7 @@ async def test_a_done_that_is_sent_again_is_answered_again(pair: Pair, monkeypat
     p = await pair.prefill()
     d = await pair.decode(p)
     answers = 0
-    step = p.node._desk.step
+    step = p.node._manager.step
 
     def lose_the_first_answer(work: object, event: object) -> None:
         nonlocal answers
@@ -353,7 +356,7 @@ async def test_a_done_that_is_sent_again_is_answered_again(pair: Pair, monkeypat
         if not (isinstance(event, Committed) and answers == 1):
             step(work, event)
 
-    monkeypatch.setattr(p.node._desk, "step", lose_the_first_answer)
+    monkeypatch.setattr(p.node._manager, "step", lose_the_first_answer)
     assert await answer(d.node, request(40)) == expected(request(40))
     await until(lambda: answers == 2)
     await assert_works_again(p, d)
@@ -364,8 +367,8 @@ async def test_a_control_connection_that_breaks_and_comes_back_loses_no_room(pai
     d = await pair.decode(p)
     p.engine.gate.clear()
     generation = d.node.submit(request(300))
-    await until(lambda: next(iter(d.node._desk.works.values())).room.phase == "prefill")
-    link = d.node._desk.receiver.links[0]
+    await until(lambda: next(iter(d.node._manager.works.values())).room.phase == "prefill")
+    link = d.node._manager.receiver.links[0]
     link._dialer.socket.disconnect(f"tcp://{link.address}")
     await asyncio.sleep(0.3)
     link._dialer.socket.connect(f"tcp://{link.address}")

@@ -14,7 +14,7 @@ from server.cache.layout import Placement
 from server.cache.owners import Owner
 from server.cache.specs import Scope
 from server.engine.request import RequestFailed
-from server.transfer.faults import MESSAGE_TYPES, MESSAGES, PHASES
+from server.faults.spec import MESSAGE_TYPES, MESSAGES, PHASES
 from tests.nodes.support import NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.nodes.test_failures import all_free, assert_works_again
 from tests.transfer.support import make_geometry
@@ -90,9 +90,9 @@ async def test_delayed_writes_are_waited_for(pair: Pair) -> None:
 
 
 async def test_without_a_second_room_nothing_is_swapped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.prefill.damage.SWAP_WAIT_S", 0.1)
+    monkeypatch.setattr("server.faults.sending.SWAP_WAIT_S", 0.1)
     p = await pair.prefill(faults=("swap:swa:1", "swap:swa@pool:1"))
-    p.node._desk._faults._rows._swap_wait_s = 0.1
+    p.node._manager._faults._rows._swap_wait_s = 0.1
     d = await pair.decode(p)
     assert await answer(d.node, request(270)) == expected(request(270))
     await assert_works_again(p, d)
@@ -144,8 +144,8 @@ async def test_memory_that_was_another_rooms_before_fails_the_decode_nodes_room_
     owners, other = d.parts.arena.owners, Owner(7, 7)
     p.engine.gate.clear()
     running = asyncio.create_task(answer(d.node, request(199)))
-    await until(lambda: any(work.placement for work in d.node._desk.works.values()))
-    (work,) = d.node._desk.works.values()
+    await until(lambda: any(work.placement for work in d.node._manager.works.values()))
+    (work,) = d.node._manager.works.values()
     ours, memory = work.key.owner, work.placement
     first, second = (other, ours) if stamped_as_others == "slot" else (ours, other)
     owners.clear(memory, ours)

@@ -14,7 +14,7 @@ import pytest
 from server.cache.arena import Arena
 from server.cache.layout import ArenaLayout
 from server.decode.quarantine import LONG_S, Quarantine
-from server.decode.sessions import TransportSessions
+from server.decode.transport_sessions import TransportSessions
 from server.engine.request import RequestFailed
 from server.node.supervisor import Supervisor
 from server.transfer.engines.base import EngineClosed, TransferError
@@ -102,7 +102,7 @@ async def test_a_node_ends_although_a_transport_session_cannot_be_closed(
 ) -> None:
     stuck, other = await pair.prefill(), await pair.prefill()
     d = await pair.decode(stuck, other)
-    first, second = d.node._desk.receiver._sessions._engines.values()
+    first, second = d.node._manager.receiver._sessions._engines.values()
 
     def in_use() -> None:
         raise TransferError("another thread is using its engine")
@@ -146,13 +146,13 @@ def vital(words: str) -> Callable[[Callable[..., NodeUnderTest]], Callable[..., 
 
 @vital("decode ticker")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    patch.setattr(d.node._desk, "tick", raise_bug)
+    patch.setattr(d.node._manager, "tick", raise_bug)
     return d
 
 
 @vital("prefill ticker")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    patch.setattr(p.node._desk, "tick", raise_bug)
+    patch.setattr(p.node._manager, "tick", raise_bug)
     return p
 
 
@@ -164,26 +164,26 @@ def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnde
 
 @vital("bootstrap watch")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    (peer,) = p.node._desk.targets
+    (peer,) = p.node._manager.targets
     patch.setattr(peer.heartbeat, "tick", raise_bug)
     return p
 
 
 @vital("peer 127.0.0.1")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    patch.setattr(d.node._desk.receiver.links[0], "_wait_for_change", raise_bug)
+    patch.setattr(d.node._manager.receiver.links[0], "_wait_for_change", raise_bug)
     return d
 
 
 @vital("receive 127.0.0.1")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    patch.setattr(d.node._desk.receiver.links[0], "_on_frames", raise_bug)
+    patch.setattr(d.node._manager.receiver.links[0], "_on_frames", raise_bug)
     return d
 
 
 @vital("sender ")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    (target,) = p.node._desk.targets.values()
+    (target,) = p.node._manager.targets.values()
     patch.setattr(target.sender, "_turn", raise_bug)
     target.sender.cancel("wake up")
     return p
@@ -214,7 +214,7 @@ async def test_a_node_that_dies_tells_its_clients_why(pair: Pair, monkeypatch: p
     d = await pair.decode(p)
     p.engine.gate.clear()
     generation = d.node.submit(request(300))
-    monkeypatch.setattr(d.node._desk, "tick", raise_bug)
+    monkeypatch.setattr(d.node._manager, "tick", raise_bug)
     await until(lambda: not d.node.alive()[0])
     await d.node.stop()
     with pytest.raises(RequestFailed, match="decode ticker") as caught:
@@ -243,17 +243,17 @@ def test_the_first_death_is_the_reason_and_an_orderly_end_is_none() -> None:
 @pytest.mark.parametrize(
     "target",
     [
-        "server.decode.receiver.Receiver.open",
-        "server.decode.receiver.verify",
-        "server.decode.receiver.Receiver._commit",
-        "server.decode.desk.RequestDesk.room_committed",
-        "server.decode.desk.RequestDesk._tell_client",
-        "server.transfer.decode_room.DecodeRoom._on_done",
+        "server.decode.room_manager.DecodeRoomManager.open",
+        "server.decode.room_manager.verify",
+        "server.decode.room_manager.DecodeRoomManager._commit",
+        "server.decode.request_manager.RequestManager.room_committed",
+        "server.decode.request_manager.RequestManager._tell_client",
+        "server.decode.room.DecodeRoom._on_done",
         "server.prefill.reception.read_request",
         "server.prefill.reception.Reception._check",
-        "server.prefill.memory.Outgoing",
-        "server.prefill.work.CopyPlan.full_pages",
-        "server.prefill.work.CopyPlan.tail",
+        "server.prefill.room_memory.Outgoing",
+        "server.prefill.request.CopyPlan.full_pages",
+        "server.prefill.request.CopyPlan.tail",
     ],
 )
 async def test_an_exception_anywhere_in_a_room_fails_that_room_only(
@@ -277,8 +277,8 @@ async def test_an_exception_anywhere_in_a_room_fails_that_room_only(
     tokens += [token async for output in bystander for token in output.token_ids]
     assert tokens == expected(request(600, seed=1))
     await assert_works_again(p, d)
-    assert not d.node._desk.works
-    await until(lambda: not p.node._desk.works)
+    assert not d.node._manager.works
+    await until(lambda: not p.node._manager.works)
     assert p.node.alive() == d.node.alive() == (True, "")
 
 
@@ -287,12 +287,12 @@ async def test_peers_that_register_and_die_leave_nothing(pair: Pair) -> None:
     survivor = await pair.decode(p)
     for _ in range(3):
         d = await pair.decode(p)
-        for link in d.node._desk.receiver.links:
+        for link in d.node._manager.receiver.links:
             await link.close()  # as a killed process: it says nothing any more
         pair.started.remove(d)
         d.engine.gate.set()
         await d.node.stop()
-    await until(lambda: len(p.node._desk.targets) == 1, FAST.peer_s + 2.0)
+    await until(lambda: len(p.node._manager.targets) == 1, FAST.peer_s + 2.0)
     assert await answer(survivor.node, request(270)) == expected(request(270))
     await until(lambda: all_free(p) and all_free(survivor))
     senders = [thread for thread in threading.enumerate() if thread.name.startswith("sender ")]
@@ -313,7 +313,7 @@ async def test_memory_in_quarantine_is_told_with_its_age_and_its_cause(pair: Pai
     d = await pair.decode(p, deadlines=replace(FAST, quiesce_s=20.0))
     assert d.node.server_info()["quarantine"] == []
     generation = d.node.submit(request(300))
-    (work,) = d.node._desk.works.values()
+    (work,) = d.node._manager.works.values()
     await until(lambda: work.room is not None and work.room.phase == "transfer")
     generation.abort()
     await until(lambda: d.counts()["slots"]["quarantined"] == 1)

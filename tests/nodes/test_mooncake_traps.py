@@ -17,11 +17,11 @@ import pytest
 
 from server.cache.layout import PROBE_NBYTES
 from server.engine.request import RequestFailed
-from server.prefill.work import RoomWork
+from server.prefill.kv_sender import MAX_PIECES_IN_FLIGHT
+from server.prefill.request import PrefillRequest
 from server.transfer.engines.base import Ticket
 from server.transfer.engines.mooncake import MooncakeEngine
 from server.transfer.rooms import Deadlines
-from server.transfer.sender import MAX_PIECES_IN_FLIGHT
 from tests.nodes.support import NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.nodes.test_failures import all_free, assert_works_again
 from tests.transfer.support import make_geometry
@@ -104,8 +104,8 @@ def start_decode() -> Iterator[Callable[..., DecodeProcess]]:
         process.end()
 
 
-def works(p: NodeUnderTest) -> list[RoomWork]:
-    return list(p.node._desk.works.values())
+def works(p: NodeUnderTest) -> list[PrefillRequest]:
+    return list(p.node._manager.works.values())
 
 
 async def stays_free(d: NodeUnderTest) -> None:
@@ -184,19 +184,19 @@ async def test_a_decode_node_that_freezes_in_a_transfer_and_wakes_lets_nothing_l
     p.engine.gate.clear()
     d.say("ask 1500 1")
     await until(lambda: any(work.placement is not None for work in works(p)), what="P works on the room")
-    (session,) = [target.peer.manifest.session for target in p.node._desk.targets.values()]
+    (session,) = [target.peer.manifest.session for target in p.node._manager.targets.values()]
     before = SpyingEngine.submitted
     d.process.send_signal(signal.SIGSTOP)
     p.engine.gate.set()
     await until(lambda: SpyingEngine.submitted > before, what="pieces are on their way to a frozen process")
-    await until(lambda: not p.node._desk.targets, what="P gives the silent node up")
+    await until(lambda: not p.node._manager.targets, what="P gives the silent node up")
     await until(lambda: all_free(p), what="P's memory is free")
     d.process.send_signal(signal.SIGCONT)
     assert (await d.hear()).startswith("failed")
     d.say("quiet")
     assert await d.hear() == "quiet"
     assert await d.ask(300, 2) == "right"
-    (again,) = [target.peer.manifest.session for target in p.node._desk.targets.values()]
+    (again,) = [target.peer.manifest.session for target in p.node._manager.targets.values()]
     assert again != session, "a fenced session is not used again"
 
 

@@ -17,11 +17,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from server.engine.request import NamedRoom, RequestFailed
+from server.engine.request import RequestFailed, RoutedRoom
 from server.transfer.auth import Guard, PeerKeys
-from server.transfer.bootstrap import FRAMES_A_TURN
 from server.transfer.protocol import Refused, Register, decode, encode
 from server.transfer.rooms import Failure
+from server.transfer.sockets import FRAMES_A_TURN
 from tests.nodes.support import FAST, IDENTITY, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.transfer.support import make_manifest
 
@@ -140,10 +140,10 @@ async def test_a_router_may_spell_an_address_otherwise(pair: Pair, known: str, s
     d = await pair.decode(await pair.prefill(), known, wait=False)
     await until(lambda: peer_of(d)["state"] == "registered")
     with pytest.raises(RequestFailed) as caught:
-        d.node.submit(replace(request(20), named=NamedRoom(7, spelt, 1)))
+        d.node.submit(replace(request(20), routed=RoutedRoom(7, spelt, 1)))
     assert caught.value.code == "no_prefill", "known, and not registered"
     with pytest.raises(RequestFailed) as caught:
-        d.node.submit(replace(request(20), named=NamedRoom(7, "::2", 1)))
+        d.node.submit(replace(request(20), routed=RoutedRoom(7, "::2", 1)))
     assert caught.value.code == "unknown_prefill"
 
 
@@ -212,7 +212,7 @@ async def test_a_client_that_waits_for_a_peer_hears_of_its_refusal(pair: Pair) -
     p = await pair.prefill()
     d = await pair.decode(p, deadlines=replace(FAST, connect_s=30.0))
     port = p.node.bootstrap_port
-    (link,) = d.node._desk.receiver.links
+    (link,) = d.node._manager.receiver.links
     link.lose(Failure("peer_lost", "the session was fenced", 502))
     waiting = d.node.submit(request(5))
     await p.node._bootstrap.close()
@@ -227,7 +227,7 @@ async def test_a_client_that_waits_for_a_peer_hears_of_its_refusal(pair: Pair) -
 async def test_a_registration_cannot_be_taken_over_by_another_connection(pair: Pair) -> None:
     p = await pair.prefill()
     d = await pair.decode(p)
-    (link,) = d.node._desk.receiver.links
+    (link,) = d.node._manager.receiver.links
     context = zmq.asyncio.Context()
     thief = context.socket(zmq.DEALER)
     thief.connect(f"tcp://127.0.0.1:{p.node.bootstrap_port}")

@@ -6,8 +6,8 @@ import faults_matrix
 import pytest
 from faults_matrix import COMPONENTS, DAMAGES, NONE, PLACES, Case, Matrix, cases, first_table, second_table
 
+from server.faults.spec import FaultKind, Place
 from server.transfer.checks import Check
-from server.transfer.faults import FaultKind, Place
 
 
 def documented() -> list[list[str]]:

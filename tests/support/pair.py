@@ -24,14 +24,14 @@ from server.engine.events import Command, Event, Prefill, PrefillFinished, Resum
 from server.engine.request import GenerationRequest, RouteInfo, SamplingParams, TokenOutput
 from server.engine.runner import ModelRunner
 from server.engine.tokenizer import Tokenizer
-from server.launch import EngineInbox
+from server.faults.spec import FaultSet
 from server.model.network import DeepseekV4
 from server.model.state import state_components
-from server.node.parts import NodeParts
+from server.node.build import EngineInbox
+from server.node.context import NodeContext
 from server.prefill.node import PrefillNode, PrefillSettings
 from server.transfer.engines.base import TransferEngine
 from server.transfer.engines.mooncake import MooncakeEngine
-from server.transfer.faults import FaultSet
 from server.transfer.manifest import ModelIdentity
 from server.transfer.metrics import NodeMetrics
 from server.transfer.rooms import Deadlines
@@ -87,8 +87,8 @@ class TestNode:
         self._runner, self._tokenizer = ModelRunner(model, self.arena), tokenizer
         self.max_context = min(model.config.max_position_embeddings, self.allocator.capacity_tokens)
 
-    def parts(self, make_transport: Callable[[], TransferEngine]) -> NodeParts:
-        return NodeParts(
+    def parts(self, make_transport: Callable[[], TransferEngine]) -> NodeContext:
+        return NodeContext(
             submit_command=self._submit,
             make_transport=make_transport,
             arena=self.arena,

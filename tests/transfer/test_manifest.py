@@ -1,4 +1,4 @@
-"""Peers that do not fit are refused, and the refusal names the field."""
+"""PeerPool that do not fit are refused, and the refusal names the field."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.transfer.decode_room import (
+from server.decode.room import (
     Commit,
     DecodePhase,
     DecodeRoom,
@@ -16,8 +16,8 @@ from server.transfer.decode_room import (
     Verified,
     Verify,
 )
-from server.transfer.plan import Rows
-from server.transfer.prefill_events import (
+from server.prefill.room import PrefillPhase, PrefillRoom, failed_message
+from server.prefill.room_events import (
     Admitted,
     Advanced,
     BatchEnded,
@@ -34,7 +34,7 @@ from server.transfer.prefill_events import (
     Release,
     SenderGone,
 )
-from server.transfer.prefill_room import PrefillPhase, PrefillRoom, failed_message
+from server.transfer.plan import Rows
 from server.transfer.protocol import (
     Abort,
     Committed,

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from server.prefill.kv_sender import Piece, SendJob, SendResult
 from server.transfer.engines.base import PieceStatus, Ticket, TransferEngine
-from server.transfer.sender import Piece, SendJob, SendResult
 
 Bytes = npt.NDArray[np.uint8]
 MIB = 1 << 20

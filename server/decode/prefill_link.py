@@ -1,0 +1,354 @@
+"""The decode node's side of one control connection, to one prefill node, kept registered for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import itertools
+import logging
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from server.decode.dialer import Dialer
+from server.faults.messages import Outbox
+from server.transfer.auth import Guard
+from server.transfer.diagnosis import Finding
+from server.transfer.log_limit import LogLimit
+from server.transfer.manifest import AUTH, Manifest, Mismatch, compare, refusal_label
+from server.transfer.metrics import NodeMetrics
+from server.transfer.protocol import (
+    AnyMessage,
+    FromPrefill,
+    PeerMessage,
+    Ping,
+    Pong,
+    ProtocolError,
+    Refused,
+    Register,
+    Registered,
+    Registration,
+    VersionMismatch,
+    decode,
+    registration_of,
+)
+from server.transfer.rooms import TICK_S, Deadlines, Failure, Heartbeat, Resend
+
+log = logging.getLogger(__name__)
+
+_REGISTER_FIRST_S = 0.1
+_REGISTER_CAP_S = 1.0
+
+
+class PeerState(enum.StrEnum):
+    """Where the connection to a prefill node stands."""
+
+    CONNECTING = "connecting"
+    REGISTERED = "registered"
+    REFUSED = "refused"
+
+
+class PrefillLinkHost(Protocol):
+    """What the decode node does about a peer. The two callbacks are called in the event loop and must not block."""
+
+    async def open_session(self, link: PrefillLink) -> Manifest:
+        """Opens a transport session for this peer alone; the manifest to register it with."""
+        ...
+
+    async def fence(self, link: PrefillLink) -> None:
+        """Closes the peer's transport session; afterwards nothing that the peer submitted can land."""
+        ...
+
+    def on_registered(self, link: PrefillLink) -> None: ...
+
+    def on_message(self, link: PrefillLink, message: PeerMessage) -> None: ...
+
+    def on_lost(self, link: PrefillLink, failure: Failure) -> None: ...
+
+
+class PrefillLink:
+    """One prefill node at ``address`` (``host:bootstrap_port``).
+
+    Registers, pings every second and, when the peer is lost, lets the host fence its session and starts again, for
+    ever. ``numbers`` counts the registrations of this process upwards; every attempt with a new transport session takes
+    one.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        host: PrefillLinkHost,
+        deadlines: Deadlines,
+        metrics: NodeMetrics,
+        guard: Guard | None = None,
+        outbox: Outbox | None = None,
+        numbers: Iterator[int] | None = None,
+    ) -> None:
+        self.address = address
+        self.state = PeerState.CONNECTING
+        self.reason = f"{address} has not answered yet"
+        self.refused_field = ""
+        self.ours: Manifest | None = None
+        self.theirs: Manifest | None = None
+        self._numbers = numbers or itertools.count(1)
+        self._number = 0
+        self._host = host
+        self._deadlines = deadlines
+        self._metrics = metrics
+        self._outbox = outbox or Outbox()
+        self._dialer = Dialer(address, guard or Guard(), deadlines, self._receive, self._on_trouble, self._on_connected)
+        self._heartbeat = Heartbeat(deadlines.peer_s, time.monotonic())
+        self._changed = asyncio.Event()
+        self._lost: Failure | None = None
+        self._why_lost = ""
+        self._started = time.monotonic()
+        self._logged = ""
+        """What was last logged. Two nodes that are started together need not find each other at once."""
+        self._back_by = 0.0
+        self._heard = float("-inf")
+        self._quiet = LogLimit(log)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def registered(self) -> bool:
+        return self.state is PeerState.REGISTERED and self._lost is None
+
+    @property
+    def registration(self) -> Registration | None:
+        """The one that is valid now, for the messages to the peer; None while there is none."""
+        if not self.registered or self.ours is None or self.theirs is None:
+            return None
+        return Registration(self.theirs.incarnation, self.ours.incarnation, self._number)
+
+    @property
+    def coming_back(self) -> bool:
+        """Whether the peer is alive and registers anew right now: a request may wait for it."""
+        return not self.registered and time.monotonic() < self._back_by
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What the connection cannot live without."""
+        return [*([self._task] if self._task is not None else []), *self._dialer.tasks]
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"peer {self.address}")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._dialer.end()
+
+    def send(self, message: AnyMessage) -> None:
+        """Queues a message; it is lost if the connection is. Raises :class:`ProtocolError` for one over its cap."""
+        self._outbox.send(message, self._dialer.send)
+
+    def lose(self, failure: Failure) -> None:
+        """Ends the registration of a living peer: its rooms fail, its session is fenced, a new registration begins."""
+        if self.registered:
+            self._begin_another(failure)
+
+    def _begin_another(self, failure: Failure) -> None:
+        """Ends what there is of a registration with a living peer."""
+        self._back_by = time.monotonic() + self._deadlines.connect_s
+        self._end(failure)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._lost is not None
+
+    def _end(self, failure: Failure) -> None:
+        if self._lost is None:
+            self._lost = failure
+            self._changed.set()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self.ours, self._number = await self._host.open_session(self), next(self._numbers)
+                await self._register(self.ours)
+                await self._live_until_lost()
+            except Exception as error:
+                log.exception("the connection to prefill %s failed", self.address)
+                self._lost = Failure("peer_lost", f"the connection to prefill {self.address} failed: {error}", 502)
+                await asyncio.sleep(_REGISTER_CAP_S)
+            await self._start_over()
+
+    async def _start_over(self) -> None:
+        failure = self._lost or Failure("peer_lost", f"prefill {self.address} is lost", 502)
+        log.warning("%s", failure.reason)
+        self.state, self.reason, self.theirs = PeerState.CONNECTING, failure.reason, None
+        self._why_lost = failure.reason
+        self._dialer.close()
+        try:
+            self._host.on_lost(self, failure)
+            await self._host.fence(self)
+        except Exception:
+            log.exception("losing prefill %s could not be handled", self.address)
+
+    async def _register(self, ours: Manifest) -> None:
+        """Connects and repeats ``Register`` until it is accepted, also after a refusal: the peer may be restarted.
+
+        Returns without that if the peer says that this registration is over.
+        """
+        self._lost = None
+        self._dialer.open()
+        self.send(Register(self._number, ours))
+        resend, opened = self._register_again(), time.monotonic()
+        while not self.registered:
+            await self._wait_for_change(_REGISTER_FIRST_S)
+            now = time.monotonic()
+            if self._must_open_again(now - opened, now - max(opened, self._heard)):
+                self._dialer.open()
+                resend, opened = self._register_again(), now
+            if self._is_over:
+                await asyncio.sleep(_REGISTER_CAP_S)  # a peer that says so again and again costs little
+                return
+            if not self.registered and resend.due(now):
+                self.send(Register(self._number, ours))
+        log.info("registered with prefill %s", self.address)
+        self._why_lost = self._logged = ""
+        self._host.on_registered(self)
+
+    def _register_again(self) -> Resend:
+        return Resend(_REGISTER_FIRST_S, _REGISTER_CAP_S, time.monotonic())
+
+    def _must_open_again(self, opened_s: float, silent_s: float) -> bool:
+        """Whether ZMQ has given up, or the phase connect or register is over its deadline; then the reason says so."""
+        if self.registered:
+            return False
+        is_connected, register_s = self._dialer.connected, self._deadlines.register_s
+        if silent_s <= (register_s if is_connected else self._deadlines.connect_s):
+            return self._dialer.given_up and opened_s > _REGISTER_CAP_S
+        if is_connected:
+            self._explain(f"prefill {self.address} is connected, but did not answer Register within {register_s:g} s")
+        else:
+            self._dialer.look()
+        return True
+
+    async def _live_until_lost(self) -> None:
+        self._heartbeat = Heartbeat(self._deadlines.peer_s, time.monotonic())
+        next_ping = 0.0
+        while self._lost is None:
+            now = time.monotonic()
+            if now >= next_ping and self.ours is not None:
+                self.send(Ping(self.ours.incarnation, self._number))
+                next_ping = now + self._deadlines.ping_s
+            if self._heartbeat.tick(now, TICK_S):
+                silent_s = self._heartbeat.silent_for(now)
+                self._end(Failure("peer_lost", f"prefill {self.address} was silent for {silent_s:.1f} s", 502))
+            else:
+                await self._wait_for_change(TICK_S)
+
+    async def _wait_for_change(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):  # not wait_for: it may swallow the cancel that close() waits for
+                await self._changed.wait()
+        except TimeoutError:
+            return
+        self._changed.clear()
+
+    def _receive(self, frames: list[bytes]) -> None:
+        self._metrics.received()
+        self._heard = time.monotonic()
+        try:
+            self._on_frames(frames)
+        except Exception:
+            log.exception("a control message of prefill %s could not be handled", self.address)
+            self._metrics.dropped("error")
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        if len(frames) != 1:
+            self._metrics.dropped("garbage")
+            return
+        try:
+            message = decode(frames[0])
+        except ProtocolError as error:
+            self._metrics.dropped(error.kind)
+            if isinstance(error, VersionMismatch):
+                self._refuse("protocol_version", f"prefill {self.address}: {error}")
+            return
+        match message:
+            case Registered() | Pong() if message.registration != self._number:
+                self._metrics.dropped("stale")
+            case Refused() if message.registration not in (0, self._number):
+                self._metrics.dropped("stale")
+            case Registered():
+                self._on_registered(message)
+            case Refused():
+                values = f"prefill has {message.ours}, decode has {message.theirs}"
+                words = f"prefill {self.address} refused this decode node: {message.field} differs: {values}"
+                self._refuse(message.field, words)
+            case Pong():
+                self._on_pong(message)
+            case PeerMessage():
+                self._on_peer_message(message)
+            case _:
+                self._metrics.dropped("direction")
+
+    def _on_registered(self, message: Registered) -> None:
+        if self.ours is None or self._lost is not None:
+            return
+        if self.theirs is not None:
+            if message.manifest.incarnation != self.theirs.incarnation:
+                self.lose(Failure("peer_lost", f"prefill {self.address} has restarted", 502))
+            return
+        mismatch: Mismatch | None = compare(self.ours, message.manifest)
+        if mismatch is not None:
+            values = f"prefill has {mismatch.theirs}, decode has {mismatch.ours}"
+            self._refuse(mismatch.field, f"decode refuses prefill {self.address}: {mismatch.field} differs: {values}")
+            return
+        self.theirs = message.manifest
+        self.state, self.reason, self.refused_field = PeerState.REGISTERED, "", ""
+        self._changed.set()
+
+    def _on_pong(self, pong: Pong) -> None:
+        """A ``Pong`` before ``Registered`` is the answer to a ``Register`` that came too late."""
+        if self.theirs is not None and pong.prefill != self.theirs.incarnation:
+            self.lose(Failure("peer_lost", f"prefill {self.address} has restarted", 502))
+        elif not pong.registered:
+            forgotten = Failure("peer_lost", f"prefill {self.address} has forgotten this registration", 502)
+            self._begin_another(forgotten)
+        elif self.registered:
+            self._heartbeat.heard(time.monotonic())
+
+    def _on_peer_message(self, message: PeerMessage) -> None:
+        if registration_of(message) != self.registration:
+            self._metrics.dropped("stale")
+        elif not isinstance(message, FromPrefill):
+            self._metrics.dropped("direction")
+        else:
+            self._heartbeat.heard(time.monotonic())
+            self._host.on_message(self, message)
+
+    def _refuse(self, field: str, reason: str) -> None:
+        if not self.registered and self.reason != reason:
+            self._quiet.warning("refused", reason)
+            self._metrics.refused(refusal_label(field))
+            self.state, self.reason, self.refused_field, self._back_by = PeerState.REFUSED, reason, field, 0.0
+
+    def _on_trouble(self, finding: Finding) -> None:
+        """There is no connection: a verdict of the process that was connected before is void."""
+        if self.registered and finding.gone:
+            self._end(Failure("peer_lost", f"prefill {self.address} is gone: {finding.reason}", 502))
+        if self.registered or self.state is PeerState.REGISTERED:
+            return
+        if finding.refused:
+            self._refuse(AUTH, finding.reason)
+        else:
+            self._explain(finding.reason)
+
+    def _on_connected(self) -> None:
+        """If a connection has come back: is this the process that we know?"""
+        if self.registered and self.ours is not None:
+            self.send(Ping(self.ours.incarnation, self._number))
+
+    def _explain(self, reason: str) -> None:
+        is_more = self._why_lost and reason not in self._why_lost
+        words = f"{self._why_lost}; now: {reason}" if is_more else self._why_lost or reason
+        if words != self.reason:
+            self.state, self.reason, self.refused_field = PeerState.CONNECTING, words, ""
+        is_new = not self._why_lost and time.monotonic() - self._started < self._deadlines.connect_s
+        if words != self._logged and not is_new:
+            self._logged = words
+            log.warning("%s", words)

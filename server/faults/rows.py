@@ -1,0 +1,107 @@
+"""Fault injection in memory: what a fault makes of a component's live rows, the same on both nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from server.cache.arena import POISON_BYTE, Arena
+from server.cache.layout import Placement, Run
+from server.faults.spec import Fault, FaultKind
+
+log = logging.getLogger(__name__)
+
+SWAP_WAIT_S = 10.0
+"""How long the first of two rooms waits for the second."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """``fault`` and the bytes it puts in the place of a room's live ``runs`` of its component."""
+
+    fault: Fault
+    runs: tuple[Run, ...]
+    rows: bytes
+
+    def parts(self) -> list[tuple[Run, bytes]]:
+        """Every run with its new bytes."""
+        found, start = [], 0
+        for run in self.runs:
+            found.append((run, self.rows[start : start + run.nbytes]))
+            start += run.nbytes
+        return found
+
+    def apply(self, arena: Arena) -> None:
+        for run, data in self.parts():
+            arena.write(run, data)
+
+
+class RowDamage:
+    """Makes damages for one arena. Remembers the rows of the room before, and brings two rooms together to swap."""
+
+    def __init__(self, arena: Arena, swap_wait_s: float = SWAP_WAIT_S) -> None:
+        self._arena = arena
+        self._swap_wait_s = swap_wait_s
+        self._before: dict[str, bytes] = {}
+        self._waiting: dict[str, tuple[bytes, asyncio.Future[bytes]]] = {}
+
+    def remember(self, n: int, placement: Placement) -> None:
+        """Keeps a room's rows for the next room's ``stale``. Call it while they are right."""
+        runs = self._arena.layout.live_runs(n, placement)
+        self._before = {name: self._arena.read(found) for name, found in runs.items()}
+
+    async def make(self, faults: list[Fault], n: int, placement: Placement) -> list[Damage]:
+        """What ``faults`` do to a room of ``n`` tokens; nothing is written yet. Waits for a partner to ``swap`` with;
+        without one in time that fault does nothing.
+        """
+        runs = self._arena.layout.live_runs(n, placement)
+        rows = {fault.component: self._arena.read(runs[fault.component]) for fault in faults}
+        before, found = self._before, []
+        self.remember(n, placement)
+        for fault in faults:
+            right = rows[fault.component]
+            wrong = await self._swap(fault, right) if fault.kind is FaultKind.SWAP else None
+            if fault.kind is not FaultKind.SWAP:
+                wrong = self._wrong(fault, right, before.get(fault.component, b""), runs[fault.component])
+            if wrong is None or wrong == right:
+                log.warning("FAULT INJECTION: %s changes nothing", fault)
+                continue
+            found.append(Damage(fault, tuple(runs[fault.component]), wrong))
+        return found
+
+    def _wrong(self, fault: Fault, right: bytes, before: bytes, runs: list[Run]) -> bytes:
+        row_nbytes = self._arena.layout.component(fault.component).row_nbytes
+        match fault.kind:
+            case FaultKind.ZERO:
+                return bytes(len(right))
+            case FaultKind.STALE:
+                return _fitted(before, right)
+            case FaultKind.SHIFT if len(right) == row_nbytes:  # its neighbour in the pool
+                return self._arena.read([Run(runs[0].offset - row_nbytes, row_nbytes)])
+            case FaultKind.SHIFT:
+                return right[-row_nbytes:] + right[:-row_nbytes]
+            case _:
+                return bytes((POISON_BYTE,)) * len(right)
+
+    async def _swap(self, fault: Fault, right: bytes) -> bytes | None:
+        """The rows of the other room that is struck by the same fault."""
+        name = str(fault)
+        if name in self._waiting:
+            other, first = self._waiting.pop(name)
+            if not first.done():
+                first.set_result(right)
+                return _fitted(other, right)
+        mine: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[name] = (right, mine)
+        try:
+            return _fitted(await asyncio.wait_for(mine, self._swap_wait_s), right)
+        except TimeoutError:
+            log.warning("FAULT INJECTION: %s: no second room within %g s", fault, self._swap_wait_s)
+            if self._waiting.get(name) == (right, mine):
+                del self._waiting[name]
+            return None
+
+
+def _fitted(rows: bytes, like: bytes) -> bytes:
+    return rows[: len(like)].ljust(len(like), b"\0")

@@ -1,0 +1,87 @@
+"""What a node of either role is built from, and what it says about itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from server.cache.allocator import Allocator
+from server.cache.arena import Arena
+from server.engine.events import Command
+from server.engine.request import SamplingParams, TokenizerLike
+from server.faults.spec import FaultSet
+from server.transfer.auth import Guard
+from server.transfer.engines.base import TransferEngine
+from server.transfer.manifest import ModelIdentity
+from server.transfer.metrics import NodeMetrics
+from server.transfer.rooms import Deadlines
+
+
+@dataclass(frozen=True)
+class NodeContext:
+    """The objects that a node works with; a node builds none of them.
+
+    ``submit_command`` is the engine's inbox. ``make_transport`` builds one transport endpoint; the node registers the
+    arena with it. ``sampling_defaults`` apply where a request says nothing. Every wait of the node is
+    measured by ``clock``, in seconds.
+    """
+
+    submit_command: Callable[[Command], None]
+    make_transport: Callable[[], TransferEngine]
+    arena: Arena
+    allocator: Allocator
+    identity: ModelIdentity
+    tokenizer: TokenizerLike
+    sampling_defaults: SamplingParams
+    metrics: NodeMetrics
+    faults: FaultSet = field(default_factory=FaultSet)
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSettings:
+    """What both roles are told. ``max_context`` is in tokens, ``spec_tokens`` in draft tokens of one step.
+
+    ``max_queue`` is how many requests may wait for a slot and pages. ``guard`` says who may be a peer.
+
+    ``facts`` about the model are shown in ``/server_info``.
+    """
+
+    model_name: str
+    max_context: int
+    spec_tokens: int = 0
+    max_queue: int = 1024
+    guard: Guard = field(default_factory=Guard)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+
+def common_info(role: str, incarnation: str, settings: NodeSettings, parts: NodeContext) -> dict[str, Any]:
+    """What ``/server_info`` says of a node of either role."""
+    return {
+        "disaggregation_mode": role,
+        "served_model_name": settings.model_name,
+        "max_context": settings.max_context,
+        "incarnation": incarnation,
+        "model_fingerprint": parts.identity.model,
+        "tokenizer_fingerprint": parts.identity.tokenizer,
+        "dtype": parts.identity.dtype,
+        "page_size": parts.arena.layout.page_size,
+        **settings.facts,
+        "control_plane_takes": settings.guard.rule,
+        "faults": parts.faults.describe(),
+        "allocator": parts.allocator.counts(),
+    }
+
+
+def load_of(parts: NodeContext, n_requests: int, n_waiting: int) -> dict[str, int]:
+    """What ``/get_load`` says: requests under way, those of them that wait, and the tokens that held pages are for."""
+    pages = parts.allocator.counts()["pages"]
+    n_held = sum(pages.values()) - pages["free"]
+    return {
+        "num_reqs": n_requests,
+        "num_waiting_reqs": n_waiting,
+        "num_tokens": n_held * parts.arena.layout.page_size,
+    }

@@ -1,0 +1,142 @@
+"""One room's work on the prefill node: its request, its memory, and the batches that carry its state away."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from server.cache.arena import Arena
+from server.cache.layout import Placement
+from server.engine.request import GenerationRequest, SamplingParams, TokenLogprob
+from server.faults.claims import Lies
+from server.faults.spec import Fault
+from server.node.request_log import RequestEnd
+from server.prefill.bootstrap import DecodePeer
+from server.prefill.kv_sender import Piece, SendJob
+from server.prefill.probe import PeerSender
+from server.prefill.room import PrefillRoom
+from server.prefill.room_events import Pushed
+from server.transfer.plan import CopyPlan, Push, Rows, Side
+from server.transfer.protocol import Reserve, RoomRequest, RoutedRequest, unpack_tokens
+from server.transfer.rooms import RoomKey
+
+if TYPE_CHECKING:
+    from server.prefill.routed_rooms import HttpHalf
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A push: ``job`` for the sender (None if nothing is to be written) and ``event`` for the room."""
+
+    job: SendJob | None
+    event: Pushed
+
+
+class Outgoing:
+    """The state of one room on its way: which pages went already, and the next batch.
+
+    Raises :class:`LayoutError` for a placement, here or there, that cannot hold the prompt.
+    """
+
+    def __init__(
+        self, arena: Arena, placement: Placement, peer: DecodePeer, reserve: Reserve, n: int, lies: Lies
+    ) -> None:
+        source = Side(arena.layout, placement)
+        target = Side(peer.layout, Placement(reserve.slot, reserve.pages))
+        sent = [name for name in reserve.components if name not in lies.unsent]
+        claimed = [name for name in reserve.components if name not in lies.unclaimed]
+        self._key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
+        self._base, self._peer_base = arena.ptr, peer.manifest.arena_base
+        self._page_size = arena.layout.page_size
+        self._n = n
+        self._plan = CopyPlan(source, target, n, sent)
+        self._claims = CopyPlan(source, target, n, claimed) if claimed != sent else self._plan
+        self._miscounted = {name: arena.layout.component(name).row_nbytes for name in lies.miscounted}
+        self._pages_sent = 0
+        self._n_batches = 0
+
+    def push_pages(self, n_computed: int, deadline_s: float) -> Batch | None:
+        """The pages that ``n_computed`` positions fill and that were not sent yet; None if there are none."""
+        first, last = self._pages_sent, min(n_computed, self._n) // self._page_size
+        if last <= first:
+            return None
+        self._pages_sent = last
+        push = self._plan.full_pages(first, last)
+        return self._batch(push, self._claims.full_pages(first, last), deadline_s, last=False)
+
+    def push_tail(self, deadline_s: float) -> Batch:
+        """Everything that was not sent yet."""
+        return self._batch(
+            self._plan.tail(self._pages_sent), self._claims.tail(self._pages_sent), deadline_s, last=True
+        )
+
+    def _batch(self, push: Push, claimed: Push, deadline_s: float, *, last: bool) -> Batch:
+        pieces = tuple(Piece(c.component, self._base + c.src, self._peer_base + c.dst, c.nbytes) for c in push.copies)
+        rows = tuple(self._counted(each) for each in claimed.rows)
+        if not pieces:
+            return Batch(None, Pushed(None, rows, 0, last))
+        self._n_batches += 1
+        job = SendJob(self._key, self._n_batches, pieces, time.monotonic() + deadline_s)
+        return Batch(job, Pushed(self._n_batches, rows, len(pieces), last))
+
+    def _counted(self, rows: Rows) -> Rows:
+        """As they are, unless they are the first ones of a component that is to be miscounted."""
+        return replace(rows, nbytes=rows.nbytes - self._miscounted.pop(rows.component, 0)) if rows.nbytes else rows
+
+
+@dataclass(eq=False)
+class PrefillRequest:
+    """A room with everything the node holds for it.
+
+    The prompt of a room that a router named is empty until its request has come over HTTP: ``half``. ``first`` is the
+    first token, once it is chosen.
+    """
+
+    room: PrefillRoom
+    request: GenerationRequest
+    target: PeerSender
+    placement: Placement | None = None
+    outgoing: Outgoing | None = None
+    struck: tuple[Fault, ...] = ()
+    half: HttpHalf | None = None
+    first: TokenLogprob | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.room.n_tokens
+
+
+def end_of(work: PrefillRequest, outcome: str) -> RequestEnd:
+    """What is logged of a room when it is over."""
+    room, key = work.room, work.room.key
+    names = {"queue": "queued", "prefill": "prefill", "transfer": "transfer", "commit": "commit"}
+    return RequestEnd(
+        request_id=work.request.request_id,
+        room=key.room,
+        peer_role="decode",
+        peer=key.decode[:8],
+        n_prompt=work.n_tokens,
+        n_generated=int(work.first is not None),
+        phase_s={name: room.phase_s.get(phase, 0.0) for name, phase in names.items()},
+        outcome=outcome,
+    )
+
+
+def read_request(reserve: Reserve) -> GenerationRequest:
+    """The work a ``Reserve`` asks for, without a prompt where that comes over HTTP.
+
+    Raises :class:`ProtocolError` for a prompt that is no list of int32.
+    """
+    asked = reserve.request
+    prompt = unpack_tokens(asked.prompt) if isinstance(asked, RoomRequest) else ()
+    return GenerationRequest(asked.request_id, prompt, SamplingParams(**msgspec.structs.asdict(asked.sampling)))
+
+
+def n_tokens_of(reserve: Reserve, request: GenerationRequest) -> int:
+    """Tokens of the prompt, also of one that has not come yet."""
+    asked = reserve.request
+    return asked.n_tokens if isinstance(asked, RoutedRequest) else len(request.prompt_ids)

@@ -1,0 +1,80 @@
+"""A room's memory on the prefill node: granted, stamped, planned from, and given back."""
+
+from __future__ import annotations
+
+from server.cache.allocator import ItemState
+from server.cache.layout import Placement
+from server.cache.specs import LayoutError
+from server.engine.events import Prefill
+from server.engine.request import GenerationRequest
+from server.faults.claims import Lies
+from server.faults.sending import SendingFaults
+from server.faults.spec import skipped_checks
+from server.node.context import NodeContext, NodeSettings
+from server.prefill.bootstrap import DecodePeer
+from server.prefill.request import Outgoing, PrefillRequest
+from server.transfer.checks import Check
+from server.transfer.plan import Side, check_holds
+from server.transfer.protocol import Reserve
+from server.transfer.rooms import Failure
+
+
+class RoomMemory:
+    """Slots and pages of all rooms. Lives in the node's event loop."""
+
+    def __init__(self, settings: NodeSettings, parts: NodeContext, faults: SendingFaults) -> None:
+        self._arena = parts.arena
+        self._allocator = parts.allocator
+        self._faults = faults
+        self._max_tokens = min(settings.max_context, parts.allocator.capacity_tokens)
+        self._vocab_size = parts.tokenizer.vocab_size
+
+    def refuses(self, peer: DecodePeer, reserve: Reserve, request: GenerationRequest, n: int) -> Failure | None:
+        """Why no memory of this node, or of ``peer``, will ever hold ``reserve`` with its ``n`` tokens, or None."""
+        prompt = request.prompt_ids or (0,)  # one that comes over HTTP was checked there
+        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            return Failure("bad_token", f"a prompt token is not in the vocabulary of {self._vocab_size}", 400)
+        if n > self._max_tokens:
+            reason = f"the prompt has {n} tokens, the prefill node computes at most {self._max_tokens}"
+            return Failure("context_length_exceeded", reason, 400)
+        try:
+            check_holds(Side(peer.layout, Placement(reserve.slot, reserve.pages)), n, reserve.components)
+            for name in reserve.components:
+                self._arena.layout.component(name)
+        except LayoutError as error:
+            return Failure("bad_reserve", str(error), 400)
+        return None
+
+    def grant(self, work: PrefillRequest) -> bool:
+        """Gives a room a slot and pages, stamped as its own; False if they are not free now."""
+        key = work.room.key
+        placement = self._allocator.reserve(key, work.n_tokens)
+        if placement is None:
+            return False
+        work.placement = placement
+        self._arena.owners.stamp(placement, key.owner)
+        return True
+
+    def prepare(self, work: PrefillRequest) -> Prefill:
+        """Plans how the room's state will go to its decode node; the command that has it computed.
+
+        Raises :class:`LayoutError`, or :class:`WrongOwner` for memory that is stamped as another's.
+        """
+        if work.placement is None:
+            raise RuntimeError(f"{work.room.key} has no memory")
+        key, reserve, n = work.room.key, work.room.reserve, work.n_tokens
+        work.struck = self._faults.strike(key)
+        owner = None if Check.STAMP in skipped_checks(work.struck) else key.owner
+        source = self._faults.start(key, work.struck, n, work.placement)
+        if owner is not None:
+            self._arena.owners.check(n, source, reserve.components, owner)
+        work.outgoing = Outgoing(self._arena, source, work.target.peer, reserve, n, Lies.of(work.struck))
+        return Prefill(key, work.request, source, key.room, key.epoch, owner)
+
+    def give_back(self, work: PrefillRequest) -> None:
+        """Nobody reads or writes there any more."""
+        key = work.room.key
+        if work.placement is not None:
+            self._arena.owners.clear(work.placement, key.owner)
+        if self._allocator.state_of(key) is not ItemState.FREE:
+            self._allocator.release(key)

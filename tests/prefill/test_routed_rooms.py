@@ -1,0 +1,253 @@
+"""The halves of rooms that routers name, by a clock of their own: who is told what, and what is remembered how long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from server.decode.routed_rooms import TELL_S
+from server.decode.routed_rooms import RoutedRooms as DecodeRoutedRooms
+from server.engine.request import GenerationRequest, RequestFailed, RoutedRoom
+from server.prefill.routed_rooms import REMEMBER_S, RoutedRooms
+from server.transfer.protocol import Abort, AnyMessage, Registration, Waiting, room_ids
+from server.transfer.rooms import Failure, RoomKey
+from tests.nodes.support import FakeTokenizer, request
+
+PAIR_S = 10.0
+ROOM = 7
+NOW = Registration("a" * 32, "b" * 32, 1)
+ASKED = replace(request(20), routed=RoutedRoom(ROOM, "127.0.0.1", 1))
+GONE = Failure("aborted", "the client aborted the request", 499)
+
+
+def waiting(epoch: int, registration: Registration = NOW) -> Waiting:
+    return Waiting(**room_ids(registration, ROOM, epoch))
+
+
+@dataclass
+class Halves:
+    """A :class:`RoutedRooms`, what it told decode nodes (by epoch), and its clock."""
+
+    now: float = 0.0
+    invited: list[int] = field(default_factory=list)
+    refused: list[tuple[int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.routed_rooms = RoutedRooms(
+            lambda work, event: None,
+            lambda work: None,
+            lambda waiting: self.invited.append(waiting.epoch),
+            lambda waiting, failure: self.refused.append((waiting.epoch, failure.code)),
+            FakeTokenizer(),
+            PAIR_S,
+            clock=lambda: self.now,
+        )
+
+    def http(self) -> Any:
+        return self.routed_rooms.submit(ASKED)
+
+    def http_fails(self) -> str:
+        with pytest.raises(RequestFailed) as caught:
+            self.http()
+        return caught.value.code
+
+    def decode(self, epoch: int, registration: Registration = NOW) -> None:
+        self.routed_rooms.heard(waiting(epoch, registration))
+
+    def decode_ends(self, epoch: int) -> None:
+        self.routed_rooms.given_up(RoomKey(ROOM, epoch, NOW.decode), GONE)
+
+
+def test_a_waiting_decode_node_is_invited_when_both_halves_are_there_and_again_while_it_asks() -> None:
+    halves = Halves()
+    halves.decode(1)
+    halves.decode(1)
+    assert halves.invited == []
+    generation = halves.http()
+    assert halves.invited == [1]
+    halves.decode(1)
+    assert halves.invited == [1, 1], "the first one may be lost"
+    assert not generation.ended
+    assert halves.refused == []
+
+
+def test_the_end_of_one_half_is_for_one_half_of_the_other_side_only() -> None:
+    halves = Halves()
+    halves.http().abort()
+    halves.decode(1)
+    halves.decode(2)
+    assert halves.refused == [(1, "prefill_client_gone")]
+    halves.http()
+    assert halves.invited == [2]
+
+    halves = Halves()
+    halves.decode(1)
+    halves.decode_ends(1)
+    assert halves.http_fails() == "decode_gave_up"
+    halves.http()
+    halves.decode(2)
+    assert halves.invited == [2]
+
+
+def test_a_new_half_of_the_side_that_ended_belongs_to_a_new_room() -> None:
+    halves = Halves()
+    halves.http().abort()
+    halves.http()
+    halves.decode(1)
+    assert (halves.invited, halves.refused) == ([1], [])
+
+    halves = Halves()
+    halves.decode(1)
+    halves.decode_ends(1)
+    halves.decode(2)
+    halves.http()
+    assert halves.invited == [2]
+
+
+@pytest.mark.parametrize("first", ["decode", "prefill"])
+def test_an_end_is_remembered_from_the_first_one_on_however_often_the_id_is_tried(first: str) -> None:
+    """A client that tries again every half second, and closes one half as soon as the other has failed."""
+    halves, n_failed, epoch = Halves(), 0, 0
+    halves.http().abort()
+    while halves.now < 3 * REMEMBER_S:
+        epoch += 1
+        if first == "prefill":
+            at_p = halves.http()
+            halves.decode(epoch)
+        else:
+            halves.decode(epoch)
+            at_p = halves.http()
+        if halves.invited[-1:] != [epoch]:
+            n_failed += 1
+        at_p.abort()
+        halves.now += 0.5
+    assert n_failed == (0 if first == "prefill" else 1)
+
+
+def test_an_end_is_forgotten_after_its_time() -> None:
+    halves = Halves()
+    halves.http().abort()
+    halves.now = REMEMBER_S + 0.01
+    halves.decode(1)
+    assert halves.refused == []
+
+
+def test_half_a_room_ends_by_the_deadline_on_either_side() -> None:
+    halves = Halves()
+    generation = halves.http()
+    halves.now = PAIR_S + 0.1
+    halves.routed_rooms.tick()
+    assert generation.ended
+    halves = Halves()
+    halves.decode(1)
+    for halves.now in (PAIR_S - 0.1, PAIR_S + 0.1):
+        halves.decode(1)
+        halves.routed_rooms.tick()
+    assert halves.refused == [(1, "deadline")], "a sign of life does not bring the request"
+    assert halves.routed_rooms.n_lonely == 0
+
+
+def test_a_late_copy_of_an_earlier_waiting_changes_nothing() -> None:
+    halves = Halves()
+    halves.decode(2)
+    halves.decode(1)
+    generation = halves.http()
+    assert halves.invited == [2]
+    halves.decode(1)
+    halves.decode_ends(1)
+    assert not generation.ended
+    assert halves.invited == [2]
+
+
+def test_another_decode_node_does_not_get_the_room() -> None:
+    other = Registration("a" * 32, "c" * 32, 1)
+    halves = Halves()
+    halves.decode(1)
+    halves.decode(5, other)
+    assert halves.refused == [(5, "duplicate_room")]
+    halves.http()
+    halves.decode(6, other)
+    assert (halves.refused[1:], halves.invited) == ([(6, "duplicate_room")], [1])
+
+
+def test_what_waited_in_a_registration_that_is_over_is_told_anew() -> None:
+    later = NOW._replace(number=2)
+    halves = Halves()
+    halves.decode(1)
+    halves.routed_rooms.lost(NOW)
+    assert halves.routed_rooms.n_lonely == 0
+    halves.http()
+    assert halves.invited == []
+    halves.decode(1, later)
+    assert halves.invited == [1]
+
+
+# --- the decode node's side -------------------------------------------------------------------------------------------
+
+
+class FakeLink:
+    address = "127.0.0.1:1"
+    reason = "simulated"
+    coming_back = True
+
+    def __init__(self) -> None:
+        self.registration: Registration | None = NOW
+        self.sent: list[AnyMessage] = []
+
+    def send(self, message: AnyMessage) -> None:
+        self.sent.append(message)
+
+
+def waiting_work(link: FakeLink) -> Any:
+    asked: GenerationRequest = ASKED
+    return SimpleNamespace(key=RoomKey(ROOM, 3, NOW.decode), link=link, request=asked)
+
+
+def test_a_waiting_room_is_told_at_once_every_second_and_in_every_registration() -> None:
+    link, now = FakeLink(), [0.0]
+    rooms, work = DecodeRoutedRooms(PAIR_S, clock=lambda: now[0]), waiting_work(link)
+    for now[0] in (0.0, TELL_S / 2, TELL_S, TELL_S + 0.1):
+        assert rooms.tick([work]) == []
+    assert link.sent == [waiting(3)] * 2
+    assert rooms.request_arrived(work.key)
+    assert rooms.is_paired(work)
+    link.registration = None
+    assert rooms.tick([work]) == [], "the peer comes back"
+    assert not rooms.is_paired(work)
+    link.registration = later = NOW._replace(number=2)
+    assert rooms.tick([work]) == []
+    assert link.sent[2:] == [waiting(3, later)]
+    assert not rooms.is_paired(work), "that was said in another registration"
+    rooms.given_up(work, "bye")
+    assert link.sent[3:] == [Abort(**room_ids(later, ROOM, 3), reason="bye")]
+    assert not rooms.request_arrived(work.key)
+
+
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_a_waiting_room_without_its_other_half_ends_by_the_deadline(is_paired: bool) -> None:
+    link, now = FakeLink(), [0.0]
+    rooms, work = DecodeRoutedRooms(PAIR_S, clock=lambda: now[0]), waiting_work(link)
+    rooms.tick([work])
+    if is_paired:
+        rooms.request_arrived(work.key)
+    now[0] = PAIR_S + 0.1
+    ended = rooms.tick([work])
+    assert len(ended) == (not is_paired), "a room that waits for memory alone has no such deadline"
+    for _, failure in ended:
+        assert (failure.code, failure.status) == ("deadline", 504)
+        assert f"room {ROOM}" in failure.reason
+
+
+def test_a_waiting_room_ends_when_its_prefill_node_has_restarted_or_is_gone() -> None:
+    link = FakeLink()
+    rooms, work = DecodeRoutedRooms(PAIR_S), waiting_work(link)
+    rooms.tick([work])
+    link.registration = NOW._replace(prefill="e" * 32, number=2)
+    ((_, failure),) = rooms.tick([work])
+    assert failure.code == "peer_lost"
+    link.registration, link.coming_back = None, False
+    ((_, failure),) = rooms.tick([work])
+    assert (failure.code, failure.status) == ("no_prefill", 503)
