@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import bench
+import demo.main as demo
 import faults
 import faults_matrix
 import fuzz
 import pytest
-import quickstart
 import soak
 from evaluation import gsm8k, knockout
 
@@ -38,7 +38,7 @@ MOST_LINES_TO_FOLLOW_A_REQUEST = 1500
 PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "launch_prefill": prefill_launch.main,
     "launch_decode": decode_launch.main,
-    "quickstart": quickstart.parse_args,
+    "quickstart": demo.parse_args,
     "gsm8k.py": gsm8k.parse_args,
     "bench.py": bench.parse_args,
     "knockout.py": knockout.main,
@@ -156,7 +156,7 @@ def test_named_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
     commands = (
         prefill_launch.main,
         decode_launch.main,
-        quickstart.parse_args,
+        demo.parse_args,
         gsm8k.parse_args,
         bench.parse_args,
         knockout.main,

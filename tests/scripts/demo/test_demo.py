@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_pair import Pair, Process, StopRequested, StopSignals
-from quickstart import parse_args
+from cluster import free_ports
+from demo.main import parse_args
 
 pytestmark = pytest.mark.processes
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 LAUNCHER = """\
 #!{python}
 import json, os, pathlib, sys, time
@@ -44,15 +44,13 @@ class Handler(BaseHTTPRequestHandler):
         global moved
         {on_question}
         moved += 4096
-        events = [dict(choices=[dict(text=t)]) for t in (" 2 + 2", " = 4 #### 4")]
-        events.append(dict(choices=[], usage=dict(prompt_tokens=321)))
+        events = [dict(choices=[dict(index=0, text=t)]) for t in (" 2 + 2", " = 4 #### 4")]
+        events.append(dict(choices=[], usage=dict(prompt_tokens=321), pd=dict(prefill="127.0.0.1:8998", room="17")))
         self.answer(200, "".join("data: %s\\n\\n" % json.dumps(e) for e in events) + "data: [DONE]\\n\\n")
 
     def answer(self, status, body):
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
-        self.send_header("x-pd-prefill", "127.0.0.1:8998")
-        self.send_header("x-pd-room", "17")
         self.end_headers()
         self.wfile.write(body.encode())
 
@@ -63,7 +61,7 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), 
 
 
 class Quickstart:
-    """Starts scripts/quickstart.py on free ports with stand-in launchers from ``folder``."""
+    """Runs scripts/quickstart.py on free ports with stand-in launchers from ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,10 +90,10 @@ class Quickstart:
             *options,
         ]
         code = f"""
-            import sys, pathlib, quickstart, process_pair
-            quickstart.BIN = quickstart.LOGS = pathlib.Path({str(self.folder)!r})
-            process_pair.STOP_TIMEOUT_S = 2.0
-            sys.exit(quickstart.main({argv!r}))
+            import sys, pathlib, cluster.node, cluster.nodes, demo.main
+            cluster.node.BIN = demo.main.LOGS = pathlib.Path({str(self.folder)!r})
+            cluster.nodes.STOP_S = 2.0
+            sys.exit(demo.main.main({argv!r}))
         """
         return subprocess.Popen(
             [sys.executable, "-u", "-c", textwrap.dedent(code)],
@@ -103,7 +101,7 @@ class Quickstart:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(SCRIPTS)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPTS.parent), str(SCRIPTS)])},
         )
 
     def run(self, *options: str) -> tuple[int, str]:
@@ -119,16 +117,6 @@ class Quickstart:
             if (self.folder / f"{role}.pid").exists():
                 with pytest.raises(ProcessLookupError):
                     os.kill(self.pid(role), 0)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> str:
@@ -269,30 +257,6 @@ def test_a_signal_while_both_are_ending_leaves_nobody_behind(quickstart: Quickst
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 0, output
     quickstart.assert_both_gone()
-
-
-class SignalledAtStart(Process):
-    """A process at whose start a stop signal comes."""
-
-    started = False
-
-    def start(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        self.started = True
-
-
-def test_a_signal_during_the_start_waits_until_every_process_is_known(tmp_path: Path) -> None:
-    both = [SignalledAtStart(name, [], tmp_path / name) for name in ("prefill", "decode")]
-    with StopSignals() as signals, pytest.raises(StopRequested, match="SIGTERM"):
-        Pair(both, signals).start()
-    assert all(process.started for process in both)
-
-
-def test_only_the_first_signal_is_raised() -> None:
-    with StopSignals():
-        with pytest.raises(StopRequested, match="SIGINT"):
-            os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.parametrize(("index", "purpose"), [(0, "prefill"), (1, "decode"), (2, "bootstrap")])
