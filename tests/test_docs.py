@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import bench
+import benchmark.main as bench
 import demo.main as demo
 import faults
 import faults_matrix

@@ -20,9 +20,11 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from evaluation.client import Answer, Endpoint, ServerDied, ask_all, first_model
-from evaluation.questions import (
+from .client import Answer, Endpoint, ServerDied, ask_all, first_model
+from .questions import (
     BUNDLED,
+    N_SHOTS,
+    SEED,
     STOP,
     DataError,
     Problem,
@@ -31,7 +33,7 @@ from evaluation.questions import (
     load_problems,
     pick_shots,
 )
-from evaluation.report import Run, as_json, differences, print_differences, print_run
+from .report import Run, as_json, differences, print_differences, print_run
 
 SHOWN_ERRORS = 5
 
@@ -87,13 +89,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="jsonl to draw worked examples from, never the question itself "
         "(default: the bundled train set for the bundled data, else --data itself)",
     )
-    data.add_argument("--num-shots", type=NOT_NEGATIVE, default=4, help="worked examples before each question")
+    data.add_argument("--num-shots", type=NOT_NEGATIVE, default=N_SHOTS, help="worked examples before each question")
     data.add_argument(
         "--num-questions", type=NOT_NEGATIVE, default=200, help="first rows of the data to ask, 0 for all"
     )
     data.add_argument("--max-tokens", type=POSITIVE, default=256, help="limit of one answer, tokens")
     data.add_argument("--concurrency", type=POSITIVE, default=8, help="requests in flight")
-    data.add_argument("--seed", type=int, default=0, help="which worked examples a question gets")
+    data.add_argument("--seed", type=int, default=SEED, help="which worked examples a question gets")
     gates = parser.add_argument_group("gates (they set the exit code)")
     gates.add_argument("--min-accuracy", type=SHARE, metavar="SHARE", help="least accuracy, 0 to 1")
     gates.add_argument(

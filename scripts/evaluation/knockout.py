@@ -8,24 +8,19 @@ one). With ``--write`` the table goes between its markers in docs/failures.md.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import httpx
-from faults_pair import FaultyPair, faulty_pair
-from process_pair import PairFailed, StopRequested, StopSignals
-from prometheus_client.parser import text_string_to_metric_families
-from quickstart import ROOT
+from cluster import LOGS, ROOT, ClusterFailed, Pair, StopRequested, StopSignals
 from rich.console import Console
 from rich.progress import track
 
-from evaluation.client import Answer, Endpoint, ask_all
-from evaluation.questions import STOP, Problem, completion_prompt, load_problems, marked_number, pick_shots
+from .client import Answer, ServerDied, ask_bundled_model
+from .questions import STOP, Problem, bundled_questions, marked_number
 
-QUESTIONS = ROOT / "server" / "assets" / "tiny-gsm8k"
+READY_TIMEOUT_S = 180.0
 DOC = ROOT / "docs" / "failures.md"
 BEGIN, END = "<!-- knock-out table: begin -->", "<!-- knock-out table: end -->"
 COMPONENTS = (
@@ -59,47 +54,35 @@ class Row:
 class Bench:
     """A running pair, and the questions that it is asked."""
 
-    def __init__(self, pair: FaultyPair, problems: Sequence[Problem], prompts: Sequence[str]) -> None:
-        self._decode, self._faults = pair.decode_url, pair.faults
-        self._problems, self._prompts = problems, prompts
+    def __init__(self, pair: Pair, questions: Sequence[tuple[Problem, str]]) -> None:
+        self._pair = pair
+        self._problems, self._prompts = zip(*questions, strict=True)
 
     def set_faults(self, sender: str, *, checks: bool) -> None:
-        self._faults.arm(prefill=[sender] if sender else [], decode=[] if checks else ["unchecked"])
+        self._pair.arm(prefill=[sender] if sender else [], decode=[] if checks else ["unchecked"])
 
     def measure(self, *, long: bool = False) -> Figures:
         """Asks every question; ``long`` lets the model write on behind its answer, for 128 tokens."""
+        max_tokens, stop = (128, ()) if long else (64, STOP)
         before = self._accept_sums()
-        answers = self._ask(self._prompts, long=long)
+        answers = ask_bundled_model(self._pair.d.url, self._prompts, 4, max_tokens, stop)
         after = self._accept_sums()
         right = [
             a.error is None and marked_number(a.text) == p.gold for p, a in zip(self._problems, answers, strict=True)
         ]
-        lengths = [
-            (after[name][0] - before[name][0]) / max(after[name][1] - before[name][1], 1)
-            for name in ("pd_accept_length", "pd_accept_length_early")
-        ]
-        return Figures(answers, sum(right) / len(right), *lengths)
+        sums = [b - a for a, b in zip(before, after, strict=True)]
+        return Figures(answers, sum(right) / len(right), sums[0] / max(sums[1], 1), sums[2] / max(sums[3], 1))
 
     def refusal(self) -> str:
         """The error of two requests (``stale`` needs a room before), or "not refused"."""
-        errors = [answer.error for answer in self._ask(self._prompts[:2], concurrency=1)]
+        errors = [answer.error for answer in ask_bundled_model(self._pair.d.url, self._prompts[:2], 1)]
         return errors[-1] or "not refused"
 
-    def _ask(self, prompts: Sequence[str], concurrency: int = 4, *, long: bool = False) -> list[Answer]:
-        async def run() -> list[Answer]:
-            max_tokens, stop = (128, ()) if long else (64, STOP)
-            endpoint = Endpoint(self._decode, "completions", "tiny-dsv4", max_tokens, stop, 120.0)
-            async with httpx.AsyncClient(timeout=120.0, trust_env=False) as client:
-                return await ask_all(client, endpoint, list(prompts), concurrency, lambda index, answer: None)
-
-        return asyncio.run(run())
-
-    def _accept_sums(self) -> dict[str, tuple[float, float]]:
+    def _accept_sums(self) -> list[float]:
         """Sum and count of both accept length histograms."""
-        text = httpx.get(f"{self._decode}/metrics", trust_env=False).text
-        samples = {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
+        metrics = self._pair.d.metrics()
         names = ("pd_accept_length", "pd_accept_length_early")
-        return {name: (samples.get(f"{name}_sum", 0.0), samples.get(f"{name}_count", 0.0)) for name in names}
+        return [metrics.get(f"{name}_{part}", 0.0) for name in names for part in ("sum", "count")]
 
 
 def run_all(
@@ -183,24 +166,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help=f"put the table into {DOC.relative_to(ROOT)}")
     args = parser.parse_args(argv)
     console = Console(stderr=True)
-    problems = random.Random(0).sample(load_problems(QUESTIONS / "test.jsonl"), args.questions)
-    pool = load_problems(QUESTIONS / "train.jsonl")
-    prompts = [completion_prompt(problem, pick_shots(problem, pool, 4, 0)) for problem in problems]
+    questions = random.Random(0).sample(bundled_questions(), args.questions)
+    options = ("--log-level", "error")
+    pair = Pair(LOGS, options, (*options, "--spec-tokens", str(args.spec_tokens)), prefix="knockout-", faulty=True)
     try:
-        with (
-            StopSignals() as signals,
-            faulty_pair("knockout", signals, decode=["--spec-tokens", str(args.spec_tokens)]) as pair,
-        ):
-            bench = Bench(pair, problems, prompts)
+        with StopSignals(), pair.running(READY_TIMEOUT_S):
+            bench = Bench(pair, questions)
             healthy, rows = run_all(bench, args.components, args.damages, console)
             long_rows = draft_rows(bench, args.damages, console)
-    except PairFailed as error:
+    except (ClusterFailed, ServerDied) as error:
         print(f"knockout: {error}", file=sys.stderr)
         return 2
     except StopRequested:
         return 130
-    made = f"{table(healthy, rows, len(problems))}\n\nThe same, where the model writes on for 128 tokens:\n\n"
-    made += draft_table(long_rows, len(problems))
+    made = f"{table(healthy, rows, len(questions))}\n\nThe same, where the model writes on for 128 tokens:\n\n"
+    made += draft_table(long_rows, len(questions))
     print(made)
     if args.write:
         text = DOC.read_text(encoding="utf-8")

@@ -13,6 +13,7 @@ from typing import Protocol
 
 BUNDLED = Path(__file__).resolve().parents[2] / "server" / "assets" / "tiny-gsm8k"
 STOP = ("Question:", "\n\n")
+N_SHOTS, SEED = 4, 0
 
 _NUMBER = r"((?:-\s*\$?|\$\s*-?)?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+))"
 _MARKED = re.compile(r"####\s*" + _NUMBER)
@@ -82,6 +83,13 @@ def pick_shots(problem: Problem, pool: Sequence[Problem], n_shots: int, seed: in
             f"{n_shots} shots asked for question {problem.index}, but only {len(others)} other rows to draw from"
         )
     return random.Random(f"{seed}:{problem.index}").sample(others, n_shots)
+
+
+def bundled_questions() -> list[tuple[Problem, str]]:
+    """Every bundled question with the prompt that gsm8k gives it by default."""
+    pool = load_problems(BUNDLED / "train.jsonl")
+    problems = load_problems(BUNDLED / "test.jsonl")
+    return [(problem, completion_prompt(problem, pick_shots(problem, pool, N_SHOTS, SEED))) for problem in problems]
 
 
 def completion_prompt(problem: Worked, shots: Sequence[Worked]) -> str:

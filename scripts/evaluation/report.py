@@ -11,8 +11,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from evaluation.client import Answer
-from evaluation.questions import Problem, last_number, marked_number
+from .client import Answer
+from .questions import Problem, last_number, marked_number
 
 PERCENTILES = (50, 90, 99)
 

@@ -121,6 +121,6 @@ def draft(
     console.print(f"wrote the draft into {checkpoint} after {trainer.seconds / 60:.0f} minutes of training")
     results = []
     for k in range(1, MOST_DRAFTED + 1):
-        results.append(measure(checkpoint, ASSETS / "tiny-gsm8k", k, n_questions, threads))
+        results.append(measure(checkpoint, k, n_questions, threads))
         console.print(f"{k} drafted: mean accept length {results[-1].mean_length:.3f}, accepted {shares(results[-1])}")
     write_draft_section(checkpoint / "README.md", trainer, results, n_questions)
