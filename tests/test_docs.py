@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import bench
+import benchmark.main as bench
 import demo.main as demo
 import fault_cases.main as faults
 import fault_cases.matrix as faults_matrix
 import fuzzing.main as fuzz
-import gsm8k
-import knockout
 import pytest
 import soaking.main as soak
+from evaluation import gsm8k, knockout
 
 from server.cache.layout import ArenaLayout
 from server.cache.live import LIVE_RULES, live_positions

@@ -30,7 +30,7 @@ from cluster import (
     require_free_port,
 )
 from cluster.asking import End, Question, ask
-from gsm8k_data import BUNDLED, STOP, Problem, completion_prompt, load_problems, pick_shots
+from evaluation.questions import BUNDLED, STOP, Problem, completion_prompt, load_problems, pick_shots
 
 N_SHOTS = 4
 MODEL = ROOT / "server" / "assets" / "tiny-dsv4"

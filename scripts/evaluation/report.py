@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from gsm8k_client import Answer
-from gsm8k_data import Problem, last_number, marked_number
 from rich.console import Console
 from rich.table import Table
+
+from .client import Answer
+from .questions import Problem, last_number, marked_number
 
 PERCENTILES = (50, 90, 99)
 
@@ -152,22 +153,15 @@ def print_differences(console: Console, found: Sequence[Difference], n_questions
         console.print(f"{who} {shown} (finish reason {answer.finish_reason})", markup=False, highlight=False)
 
 
+_OF_AN_ANSWER = (
+    *("text", "error", "finish_reason", "prefill", "room"),
+    *("prompt_tokens", "completion_tokens", "ttft_s", "total_s"),
+)
+
+
 def _row(problem: Problem, answer: Answer, right: bool) -> dict[str, Any]:
-    return {
-        "index": problem.index,
-        "kind": problem.kind,
-        "right": right,
-        "expected": str(problem.gold),
-        "text": answer.text,
-        "error": answer.error,
-        "finish_reason": answer.finish_reason,
-        "prefill": answer.prefill,
-        "room": answer.room,
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": answer.completion_tokens,
-        "ttft_s": answer.ttft_s,
-        "total_s": answer.total_s,
-    }
+    row = {"index": problem.index, "kind": problem.kind, "right": right, "expected": str(problem.gold)}
+    return row | {name: getattr(answer, name) for name in _OF_AN_ANSWER}
 
 
 def _accuracy_by_kind(problems: Sequence[Problem], right: Sequence[bool]) -> dict[str, dict[str, float]]:

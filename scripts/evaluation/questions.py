@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from typing import Protocol
 
-BUNDLED = Path(__file__).resolve().parent.parent / "server" / "assets" / "tiny-gsm8k"
+BUNDLED = Path(__file__).resolve().parents[2] / "server" / "assets" / "tiny-gsm8k"
 STOP = ("Question:", "\n\n")
+N_SHOTS, SEED = 4, 0
 
 _NUMBER = r"((?:-\s*\$?|\$\s*-?)?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+))"
 _MARKED = re.compile(r"####\s*" + _NUMBER)
@@ -20,6 +22,16 @@ _ANY = re.compile(_NUMBER)
 
 class DataError(Exception):
     """A data file cannot be used. The message names the file and the line."""
+
+
+class Worked(Protocol):
+    """A question with its worked answer: a row of a data set, or one that is being made."""
+
+    @property
+    def question(self) -> str: ...
+
+    @property
+    def answer(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,14 @@ def pick_shots(problem: Problem, pool: Sequence[Problem], n_shots: int, seed: in
     return random.Random(f"{seed}:{problem.index}").sample(others, n_shots)
 
 
-def completion_prompt(problem: Problem, shots: Sequence[Problem]) -> str:
+def bundled_questions() -> list[tuple[Problem, str]]:
+    """Every bundled question with the prompt that gsm8k gives it by default."""
+    pool = load_problems(BUNDLED / "train.jsonl")
+    problems = load_problems(BUNDLED / "test.jsonl")
+    return [(problem, completion_prompt(problem, pick_shots(problem, pool, N_SHOTS, SEED))) for problem in problems]
+
+
+def completion_prompt(problem: Worked, shots: Sequence[Worked]) -> str:
     """The text form: every shot as question and answer, then the question and a bare ``Answer:``."""
     shown = "".join(f"Question: {shot.question}\nAnswer: {shot.answer}\n\n" for shot in shots)
     return f"{shown}Question: {problem.question}\nAnswer:"

@@ -11,6 +11,9 @@ from typing import Any
 
 import httpx
 
+from .questions import STOP
+
+ANSWER_TIMEOUT_S = 120.0
 PROBE_TIMEOUT_S = 5.0
 PROBE_TRIES = 4
 
@@ -92,6 +95,10 @@ class Endpoint:
     def url(self) -> str:
         return f"{self.root}/v1/{'completions' if self.api == 'completions' else 'chat/completions'}"
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
     def body(self, prompt: str | list[dict[str, str]]) -> dict[str, Any]:
         """A greedy streaming request for ``prompt``: a text, or chat messages."""
         return {
@@ -145,6 +152,19 @@ async def ask_all(
     return [answers[index] for index in range(len(prompts))]
 
 
+def ask_bundled_model(
+    url: str, prompts: Sequence[str], concurrency: int, max_tokens: int = 64, stop: tuple[str, ...] = STOP
+) -> list[Answer]:
+    """Answers of a node that serves the bundled model. Raises :class:`ServerDied`."""
+    endpoint = Endpoint(url, "completions", "tiny-dsv4", max_tokens, stop, ANSWER_TIMEOUT_S)
+
+    async def run() -> list[Answer]:
+        async with httpx.AsyncClient(timeout=ANSWER_TIMEOUT_S, trust_env=False) as client:
+            return await ask_all(client, endpoint, prompts, concurrency, lambda index, answer: None)
+
+    return asyncio.run(run())
+
+
 async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str | list[dict[str, str]]) -> Answer:
     """Asks once and reads the stream to its end."""
     started = time.perf_counter()
@@ -154,12 +174,10 @@ async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str | list[
     try:
         async with (
             asyncio.timeout(endpoint.timeout_s),
-            client.stream("POST", endpoint.url, json=endpoint.body(prompt), headers=_auth(endpoint)) as response,
+            client.stream("POST", endpoint.url, json=endpoint.body(prompt), headers=endpoint.headers) as response,
         ):
             headers = response.headers
-            if response.status_code != httpx.codes.OK:
-                raise RequestError(f"HTTP {response.status_code}: {_error_text(await response.aread())}")
-            async for event in _events(response):
+            async for event in events_of(response):
                 _take(stream, event, time.perf_counter() - started)
     except TimeoutError:
         error = f"no complete answer within {endpoint.timeout_s:g} s"
@@ -184,8 +202,10 @@ async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str | list[
     )
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON events of a stream. Raises :class:`RequestError` for an error event or an end without [DONE]."""
+async def events_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON events of a stream. Raises :class:`RequestError` for an error and for an end without [DONE]."""
+    if response.status_code != httpx.codes.OK:
+        raise RequestError(f"HTTP {response.status_code}: {_error_text(await response.aread())}")
     async for line in response.aiter_lines():
         if not line.startswith("data:"):
             continue
@@ -226,10 +246,6 @@ async def _check_alive(client: httpx.AsyncClient, endpoint: Endpoint, after: str
         else:
             return
     raise ServerDied(f"{endpoint.root} died during the run ({after}; then {PROBE_TRIES} times: {last})")
-
-
-def _auth(endpoint: Endpoint) -> dict[str, str]:
-    return {"authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
 
 
 def _reason(error: Exception) -> str:

@@ -12,6 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+Prompt = tuple[int, ...]
+"""Token ids."""
+
 
 class BenchFailed(Exception):
     """A measurement cannot be taken. The message says why and what to change."""
@@ -26,9 +29,13 @@ class Stream:
 
     def add(self, time_s: float, n_tokens: int) -> None:
         """Notes that the answer has ``n_tokens`` tokens since ``time_s``; nothing if it had them before."""
-        if n_tokens > (self.counts[-1] if self.counts else 0):
+        if n_tokens > self.n_tokens:
             self.times_s.append(time_s)
             self.counts.append(n_tokens)
+
+    @property
+    def n_tokens(self) -> int:
+        return self.counts[-1] if self.counts else 0
 
     def count_at(self, time_s: float) -> int:
         return max((n for t, n in zip(self.times_s, self.counts, strict=True) if t <= time_s), default=0)
@@ -86,7 +93,8 @@ def print_table(console: Console, measurements: Sequence[Measurement]) -> None:
             table.columns[column].justify = "right"
     for m in measurements:
         for name, found in m.values.items():
-            values.add_row(m.name, name, *(f"{x:,.3g}" if x < 100 else f"{x:,.0f}" for x in _spread(found)), m.unit)
+            spread = (median(found), min(found), max(found))
+            values.add_row(m.name, name, *(f"{x:,.3g}" if x < 100 else f"{x:,.0f}" for x in spread), m.unit)
         for a, b in m.ratios:
             ratios.add_row(m.name, f"{a} / {b}", f"{m.ratio(a, b):.3f}")
     console.print(values)
@@ -96,7 +104,3 @@ def print_table(console: Console, measurements: Sequence[Measurement]) -> None:
 def write_json(path: Path, setting: dict[str, Any], measurements: Sequence[Measurement]) -> None:
     report = {"version": 1, "setting": setting, "measurements": [m.as_json() for m in measurements]}
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
-
-def _spread(values: Sequence[float]) -> tuple[float, float, float]:
-    return median(values), min(values), max(values)

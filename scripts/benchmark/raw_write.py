@@ -8,12 +8,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
-from bench_data import BenchFailed
 
 from server.transfer.engines.base import PieceStatus
 from server.transfer.engines.mooncake import MooncakeEngine
+
+from .measurement import BenchFailed
 
 END_TIMEOUT_S = 10.0
 
@@ -23,7 +25,11 @@ class RawWriter:
 
     def __init__(self, nbytes: int) -> None:
         self._receiver = subprocess.Popen(
-            [sys.executable, __file__, str(nbytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "benchmark.raw_write", str(nbytes)],
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self._source = np.ones(nbytes, dtype=np.uint8)
         self._engine = MooncakeEngine(transport="tcp")
