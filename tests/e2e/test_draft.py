@@ -9,7 +9,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from gsm8k_data import completion_prompt, load_problems, pick_shots
+from evaluation.questions import completion_prompt, load_problems, pick_shots
 
 from server.cache.live import LIVE_RULES
 from server.cache.specs import DRAFT
