@@ -14,11 +14,10 @@ from transformers import DeepseekV4ForCausalLM, StoppingCriteria, StoppingCriter
 from transformers.utils import logging as transformers_logging
 
 from server.cache.digest import live_digests
-from server.engine.engine import Engine
 from server.engine.events import Died, Event, Failed, Finished, Generate, Output
 from server.engine.request import GenerationRequest, SamplingParams
-from server.node.build import lay_groundwork
-from server.node.options import NodeOptions, node_parser
+from server.node.build import build_resources
+from server.node.options import NodeOptions
 
 EVENT_TIMEOUT_S = 300.0
 
@@ -27,8 +26,7 @@ Prompt = tuple[int, ...]
 
 def node_options(model: Path, threads: int) -> NodeOptions:
     """The options that a launcher would have: its defaults, with this model and thread count."""
-    argv = ["--model", str(model), "--threads", str(threads)]
-    return NodeOptions.from_namespace(node_parser("bench", "", port=0).parse_args(argv))
+    return NodeOptions(model=model, threads=threads)
 
 
 class Transformers:
@@ -87,18 +85,12 @@ class LocalEngine:
     """This project's engine thread in this process, as a decode node with ``--local-prefill`` runs it."""
 
     def __init__(self, options: NodeOptions) -> None:
-        ground = lay_groundwork("decode", options, draft=False)
-        self.arena, self.tokenizer = ground.parts.arena, ground.tokenizer
-        self.max_context = ground.max_context
-        self._allocator = ground.parts.allocator
+        resources = build_resources("decode", options)
+        self.arena, self.tokenizer = resources.context.arena, resources.tokenizer
+        self.max_context = resources.settings["max_context"]
+        self._allocator = resources.context.allocator
         self._events: queue.SimpleQueue[tuple[float, Event]] = queue.SimpleQueue()
-        self._engine = Engine(
-            ground.runner,
-            ground.tokenizer,
-            lambda event: self._events.put((time.perf_counter(), event)),
-            chunk_tokens=options.chunk_tokens,
-            threads=options.threads,
-        )
+        self._engine = resources.engine(lambda event: self._events.put((time.perf_counter(), event)))
         self._engine.start()
 
     def close(self) -> None:

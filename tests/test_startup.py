@@ -111,7 +111,7 @@ def test_an_error_that_nobody_foresaw_is_one_sentence_too(
     def broken(*_: object, **__: object) -> None:
         raise KeyError("two\nlines")
 
-    monkeypatch.setattr(decode_launch, "lay_groundwork", broken)
+    monkeypatch.setattr(decode_launch, "build_resources", broken)
     line = said(capsys, D, "--local-prefill", *FREE)
     assert line == r"launch_decode: could not start: KeyError: 'two\nlines' (--log-level debug shows where)"
 

@@ -55,7 +55,7 @@ class Engine(threading.Thread):
     """Continuous batching over one :class:`ModelRunner`.
 
     ``on_event`` is called in this thread for every event. ``chunk_tokens`` bounds the prompt tokens of one step,
-    ``threads`` the CPU threads of one operation. Commands may be submitted from any thread.
+    ``threads`` the CPU threads of one operation. Commands may be submitted from any thread, or put into ``commands``.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Engine(threading.Thread):
         tokenizer: TokenizerLike,
         on_event: Callable[[Event], None],
         *,
+        commands: queue.SimpleQueue[Command] | None = None,
         chunk_tokens: int = 256,
         threads: int = 1,
         spec_tokens: int = 0,
@@ -71,7 +72,7 @@ class Engine(threading.Thread):
     ) -> None:
         super().__init__(name="engine", daemon=True)
         self._runner, self._tokenizer, self._on_event, self._threads = runner, tokenizer, on_event, threads
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue() if commands is None else commands
         self._scheduler = Scheduler(chunk_tokens)
         self._spec_tokens, self._cold_draft = spec_tokens, cold_draft
         self._stopping = False
