@@ -70,7 +70,8 @@ class Stop:
     """End the thread after the current step."""
 
 
-Command = Prefill | Generate | Resume | Cancel | Scrub | Stop
+Begin = Prefill | Generate | Resume
+Command = Begin | Cancel | Scrub | Stop
 
 
 @dataclass(frozen=True)

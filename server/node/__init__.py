@@ -1,5 +1,4 @@
-"""What both nodes share: options, what a node is built from, the base of both nodes, how a process runs it, its ports and
-its log.
+"""What both nodes share: options, what a node is built from, the base of both, how a process runs it, ports and logs.
 
 Imports ``server.engine``, ``server.transfer`` and ``server.cache``; ``build`` and ``run`` wire up everything else.
 """

@@ -147,7 +147,9 @@ def test_cancel_frees_and_scrubs_in_every_phase(harness: Harness) -> None:
     harness.until(Finished, "x")
     assert harness.arena.view("swa")[3].isnan().all()
     assert harness.arena.view("c4_kv")[7].isnan().all()
-    assert harness.engine.load == {"decoding": 0, "prefilling": 0}
+    harness.engine.submit(Cancel("x"))
+    harness.engine.submit(Scrub("y", where))
+    assert harness.until(Scrubbed, "y") == [Scrubbed("y")], "nothing is left of it"
 
 
 def test_state_that_was_never_written_fails_that_request_alone(harness: Harness) -> None:
