@@ -11,7 +11,8 @@ from typing import Any
 from server.decode.request_manager import RequestManager
 from server.decode.settings import DecodeSettings
 from server.engine.generation import NodeGeneration
-from server.engine.request import GenerationRequest, RequestFailed
+from server.engine.request import GenerationRequest
+from server.failure import RequestFailed
 from server.node.base import BaseNode
 from server.node.context import NodeContext
 from server.node.supervisor import Vital
@@ -54,7 +55,7 @@ class DecodeNode(BaseNode):
         try:
             self._manager.check_serving()
         except RequestFailed as failure:
-            return False, failure.message
+            return False, failure.failure.reason
         return (True, "local prefill") if self._manager.receiver is None else await self._manager.receiver.ready()
 
     def _counts(self) -> tuple[int, int]:

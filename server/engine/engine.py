@@ -17,14 +17,13 @@ import torch
 from server.cache.live import LIVE_RULES
 from server.cache.owners import WrongOwner
 from server.engine.events import (
-    WRONG_OWNER,
     Begin,
     Cancel,
     ChunkComputed,
     Command,
+    ComputeFailed,
     Died,
     Event,
-    Failed,
     Finished,
     Generate,
     Output,
@@ -41,6 +40,7 @@ from server.engine.sampler import NonFiniteLogits, RowSampling, sample
 from server.engine.scheduler import Chunk, Scheduler, Sequence
 from server.engine.speculation import DraftState, accepted, propose
 from server.engine.stopping import OutputProcessor
+from server.failure import Failure
 from server.model.batch import Segment
 from server.model.network import ForwardOutput
 
@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Item = TypeVar("Item", Sequence, Chunk)
+
+_NON_FINITE = Failure("non_finite_logits", "the model's output is not a number: it read state that was never written")
 
 
 class Engine(threading.Thread):
@@ -311,20 +313,19 @@ class Engine(threading.Thread):
 
     def _fail(self, request: Sequence | Begin, error: Exception) -> None:
         """Ends a request with an error. Memory that may be another's is left as it is."""
-        key, component, trace = request.key, "", None
+        trace = None
         match error:
             case WrongOwner():
-                code, message, component = WRONG_OWNER, str(error), error.component
+                failure = error.failure
             case NonFiniteLogits():
-                code = "non_finite_logits"
-                message = "the model's output is not a number: it read state that was never written"
+                failure = _NON_FINITE
             case _:
-                code, message, trace = "engine_error", f"{type(error).__name__}: {error}", error
-        log.error("request %s failed: %s: %s", key, code, message, exc_info=trace)
-        self._scheduler.remove(key)
-        if code != WRONG_OWNER:
+                failure, trace = Failure("engine_error", f"{type(error).__name__}: {error}"), error
+        log.error("request %s failed: %s: %s", request.key, failure.code, failure.reason, exc_info=trace)
+        self._scheduler.remove(request.key)
+        if not isinstance(error, WrongOwner):
             self._runner.scrub(request.placement)
-        self._on_event(Failed(key, code, message, component))
+        self._on_event(ComputeFailed(request.key, failure))
 
     @contextlib.contextmanager
     def _failing(self, request: Sequence | Begin) -> Iterator[None]:

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from server.engine.events import Died, Event
 from server.engine.request import Generation, GenerationRequest
+from server.failure import Failure
 from server.node.context import NodeContext, NodeSettings
 from server.node.supervisor import Supervisor, Vital
 from server.transfer.manifest import new_incarnation
-from server.transfer.rooms import Failure
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class BaseNode(ABC):
         self.incarnation = new_incarnation()
         self._context = context
         self._guard_rule, self._facts = settings.guard.rule, settings.facts
-        self._shutting_down = Failure("shutting_down", f"the {self.role} node is shutting down", 503)
+        self._shutting_down = Failure("shutting_down", f"the {self.role} node is shutting down")
         self._events: deque[Event] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -127,7 +127,7 @@ class BaseNode(ABC):
         """Fails what is left, tells the peers, and closes every connection. May be called more than once."""
         is_alive, reason = self.alive()
         self._supervisor.end()
-        self._manager.refuse_all(self._shutting_down if is_alive else Failure("node_died", reason, 503))
+        self._manager.refuse_all(self._shutting_down if is_alive else Failure("node_died", reason))
         await self._tell_peers()
         if self._ticker is not None:
             self._ticker.cancel()
@@ -202,4 +202,4 @@ class BaseNode(ABC):
     def _on_engine_died(self, event: Died) -> None:
         reason = f"the engine thread has ended: {event.message}"
         self._supervisor.fail(reason)
-        self._manager.engine_died(Failure("engine_died", reason, 503))
+        self._manager.engine_died(Failure("engine_died", reason))

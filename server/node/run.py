@@ -27,7 +27,7 @@ from server.api.http_limits import HttpLimits
 from server.api.http_protocol import http_config
 from server.cache.specs import LayoutError
 from server.engine.engine import Engine
-from server.engine.request import RequestFailed
+from server.failure import RequestFailed
 from server.faults.spec import FaultError
 from server.model.config import CheckpointError
 from server.node.base import BaseNode
