@@ -27,16 +27,14 @@ class DecodeOptions(NodeOptions):
 
     port: int = http_port(30001)
     prefill: tuple[str, ...] = option(
-        "--prefill",
         PREFILL,
         "a prefill node to take state from (repeatable); an IPv6 address stands in brackets",
         default=(),
         type=peer_address,
         metavar="HOST:BOOTSTRAP_PORT",
     )
-    local_prefill: bool = option("--local-prefill", PREFILL, "compute prompts here, without any peer", default=False)
+    local_prefill: bool = option(PREFILL, "compute prompts here, without any peer", default=False)
     spec_tokens: int = option(
-        "--spec-tokens",
         "speculative decoding",
         f"draft tokens of one step, 0 .. {MAX_SPEC_TOKENS}; 0 decodes without a draft",
         default=0,
@@ -45,7 +43,6 @@ class DecodeOptions(NodeOptions):
         metavar="K",
     )
     draft_state: str = option(
-        "--draft-state",
         "speculative decoding",
         "transfer: take the draft's window from the prefill node, refuse one that has none; recompute: start the draft "
         "cold after every prompt (right answers, fewer accepted tokens at first)",

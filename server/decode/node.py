@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from server.decode.request_manager import RequestManager
@@ -15,7 +14,6 @@ from server.engine.request import GenerationRequest
 from server.failure import RequestFailed
 from server.node.base import BaseNode
 from server.node.context import NodeContext
-from server.node.supervisor import Vital
 
 
 class DecodeNode(BaseNode):
@@ -31,12 +29,10 @@ class DecodeNode(BaseNode):
 
     async def _open(self) -> None:
         self._manager.start()
+        self._supervisor.watch(lambda: self._manager.tasks)
 
     async def _close(self) -> None:
         await self._manager.close()
-
-    def _vital_parts(self) -> Iterable[Vital]:
-        return self._manager.tasks
 
     @property
     def busy(self) -> bool:

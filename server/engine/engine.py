@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TypeVar
 
 import torch
@@ -275,19 +275,14 @@ class Engine(threading.Thread):
                 owner.append(i)
         bad: set[int] = set()
         try:
-            choices = sample(logits, rows)
+            choices = iter(sample(logits, rows))
         except NonFiniteLogits as error:
             bad = {owner[r] for r in error.rows}
             for i in bad:
                 self._fail(sequences[i], error)
             kept = [r for r, i in enumerate(owner) if i not in bad]
-            owner = [owner[r] for r in kept]
-            choices = sample(logits[kept], [rows[r] for r in kept])
-        chosen: list[list[TokenLogprob] | None] = [None if i in bad else [] for i in range(len(sequences))]
-        for i, choice in zip(owner, choices, strict=True):
-            if (mine := chosen[i]) is not None:
-                mine.append(choice)
-        return chosen
+            choices = iter(sample(logits[kept], [rows[r] for r in kept]))
+        return [None if i in bad else list(islice(choices, width)) for i, width in enumerate(widths)]
 
     def _append(self, sequence: Sequence, choices: list[TokenLogprob], *, n_proposed: int = 0) -> None:
         """Adds chosen tokens to a running sequence and reports them; ends the sequence if one of them does.

@@ -7,14 +7,13 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 from server.engine.events import Died, Event
 from server.engine.request import Generation, GenerationRequest
 from server.failure import Failure
 from server.node.context import NodeContext, NodeSettings
-from server.node.supervisor import Supervisor, Vital
+from server.node.supervisor import Supervisor
 from server.transfer.manifest import new_incarnation
 
 log = logging.getLogger(__name__)
@@ -23,23 +22,13 @@ TICK_S = 0.1
 
 
 class Manager(Protocol):
-    """What a node keeps its requests or rooms in."""
+    """What a node keeps its requests or rooms in: the two roles' managers have this in common."""
 
     def tick(self) -> None: ...
-
     def on_engine_event(self, event: Event) -> None: ...
-
-    def engine_died(self, failure: Failure) -> None:
-        """No engine event will come any more."""
-        ...
-
-    def drain(self, failure: Failure) -> None:
-        """Takes nothing new, and refuses what has not begun."""
-        ...
-
-    def refuse_all(self, failure: Failure) -> None:
-        """Gives up everything, also what is still to come."""
-        ...
+    def engine_died(self, failure: Failure) -> None: ...
+    def drain(self, failure: Failure) -> None: ...
+    def refuse_all(self, failure: Failure) -> None: ...
 
 
 class BaseNode(ABC):
@@ -71,7 +60,10 @@ class BaseNode(ABC):
 
     @abstractmethod
     async def _open(self) -> None:
-        """Opens the connections of the node. Raises what keeps it from starting."""
+        """Opens the connections of the node, and has the supervisor watch what it cannot live without.
+
+        Raises what keeps the node from starting.
+        """
 
     async def _tell_peers(self) -> None:  # noqa: B027  (a role may have nothing to add)
         """After everything was given up: waits, for a limited time, until the peers know."""
@@ -79,10 +71,6 @@ class BaseNode(ABC):
     @abstractmethod
     async def _close(self) -> None:
         """Closes every connection and transport session; also after a start that failed."""
-
-    @abstractmethod
-    def _vital_parts(self) -> Iterable[Vital]:
-        """The tasks and threads of this moment without which the node is dead."""
 
     @abstractmethod
     async def _ready(self) -> tuple[bool, str]:
@@ -112,7 +100,7 @@ class BaseNode(ABC):
         self._loop = asyncio.get_running_loop()
         await self._open()
         self._ticker = ticker = asyncio.create_task(self._tick_for_ever(), name=f"{self.role} ticker")
-        self._supervisor.watch(lambda: [ticker, *self._vital_parts()])
+        self._supervisor.watch(lambda: [ticker])
         self._loop.call_soon(self._take_engine_events)  # those of before
 
     def vital(self, thread: threading.Thread) -> None:

@@ -24,8 +24,16 @@ class OneOf:
     required: bool = False
 
 
-def option(flag: str, group: str | OneOf, help: str, *, default: Any = None, **arguments: Any) -> Any:  # noqa: A002
-    """A dataclass field that is the option ``flag``, listed under ``group`` in the help.
+def option(
+    group: str | OneOf,
+    help: str,  # noqa: A002
+    *,
+    default: Any = None,
+    flag: str | None = None,
+    **arguments: Any,
+) -> Any:
+    """A dataclass field that is an option, listed under ``group`` in the help. Its ``flag`` is the field's name, unless
+    it is given.
 
     One with the default ``()`` may be repeated, one with the default False is a switch. ``arguments`` are more of those
     that :meth:`argparse.ArgumentParser.add_argument` takes.
@@ -62,10 +70,8 @@ def add_options(parser: argparse.ArgumentParser, declared: Iterable[Field[Any]])
             groups[title] = parser.add_argument_group(title)
         if group not in groups:
             groups[group] = groups[title].add_mutually_exclusive_group(required=group.required)
-        arguments = one.metadata["arguments"]
-        actions.append(
-            groups[group].add_argument(one.metadata["flag"], dest=one.name, help=one.metadata["help"], **arguments)
-        )
+        flag, arguments = one.metadata["flag"] or "--" + one.name.replace("_", "-"), one.metadata["arguments"]
+        actions.append(groups[group].add_argument(flag, dest=one.name, help=one.metadata["help"], **arguments))
     return actions
 
 

@@ -96,7 +96,7 @@ TESTING = "testing and logs"
 
 def http_port(default: int) -> int:
     """The option ``--port``: each role has its own default."""
-    port: int = option("--port", "network", "HTTP port (0: any free one)", default=default, type=port_number)
+    port: int = option("network", "HTTP port (0: any free one)", default=default, type=port_number)
     return port
 
 
@@ -108,51 +108,35 @@ class NodeOptions:
     from other options: the name that is served, the transfer host, and determinism.
     """
 
-    model: Path = option("--model", "model", "checkpoint directory", default=BUNDLED_MODEL, type=Path, metavar="DIR")
-    served_model_name: str = option(
-        "--served-model-name", "model", "name in the API (default: the directory's name)", metavar="NAME"
-    )
-    dtype: str = option(
-        "--dtype", "model", "weights and activations", default="float32", choices=("float32", "bfloat16")
-    )
-    device: str = option(
-        "--device", "model", "where the model and its state live", default="cpu", choices=("cpu", "cuda")
-    )
+    model: Path = option("model", "checkpoint directory", default=BUNDLED_MODEL, type=Path, metavar="DIR")
+    served_model_name: str = option("model", "name in the API (default: the directory's name)", metavar="NAME")
+    dtype: str = option("model", "weights and activations", default="float32", choices=("float32", "bfloat16"))
+    device: str = option("model", "where the model and its state live", default="cpu", choices=("cpu", "cuda"))
 
     deterministic: bool = option(
-        "--deterministic",
         "compute",
         "results do not depend on the rest of the batch (default: on with --device cpu)",
         action=argparse.BooleanOptionalAction,
     )
-    threads: int = option(
-        "--threads", "compute", "CPU threads of one operation", default=1, type=thread_count, metavar="N"
-    )
+    threads: int = option("compute", "CPU threads of one operation", default=1, type=thread_count, metavar="N")
     chunk_tokens: int = option(
-        "--chunk-tokens",
-        "compute",
-        "most prompt tokens of one step, in tokens",
-        default=256,
-        type=positive,
-        metavar="N",
+        "compute", "most prompt tokens of one step, in tokens", default=256, type=positive, metavar="N"
     )
 
-    pages: int = option("--pages", "memory", "pages of compressed entries", default=256, type=positive, metavar="N")
-    slots: int = option("--slots", "memory", "requests that can run at once", default=32, type=positive, metavar="N")
-    page_size: int = option("--page-size", "memory", "tokens of one page", default=256, type=positive, metavar="N")
-    poison: bool = option("--poison", "memory", "fill free memory with NaN, so that stray reads show", default=False)
+    pages: int = option("memory", "pages of compressed entries", default=256, type=positive, metavar="N")
+    slots: int = option("memory", "requests that can run at once", default=32, type=positive, metavar="N")
+    page_size: int = option("memory", "tokens of one page", default=256, type=positive, metavar="N")
+    poison: bool = option("memory", "fill free memory with NaN, so that stray reads show", default=False)
 
-    host: str = option("--host", "network", "address to listen on, IPv4 or IPv6", default="127.0.0.1", type=host_name)
+    host: str = option("network", "address to listen on, IPv4 or IPv6", default="127.0.0.1", type=host_name)
     port: int = http_port(0)
     transport: str = option(
-        "--transport",
         "network",
         "what Mooncake moves state over; auto takes RDMA where there is a card",
         default="tcp",
         choices=("tcp", "auto"),
     )
     transfer_host: str = option(
-        "--transfer-host",
         "network",
         "address at which the peers reach this node's Mooncake endpoint (default: --host)",
         type=host_name,
@@ -160,27 +144,22 @@ class NodeOptions:
     )
 
     auth_key_file: Path | None = option(
-        "--auth-key-file",
         PEERS,
         "secret that prefill and decode nodes share; encrypts and authenticates the control connection (without it "
         "only peers on this machine are used). To make one: (umask 077 && openssl rand -hex 32 > FILE)",
         type=Path,
         metavar="FILE",
     )
-    insecure: bool = option(
-        "--insecure", PEERS, "use peers of other machines without a key: trust the network", default=False
-    )
+    insecure: bool = option(PEERS, "use peers of other machines without a key: trust the network", default=False)
     api_key: str | None = option(
-        "--api-key",
         CLIENTS,
         "clients must send it as a Bearer token, except to /health, /ready and /metrics (the process list shows it: "
         "rather use --api-key-file)",
         metavar="KEY",
     )
-    api_key_file: Path | None = option("--api-key-file", CLIENTS, "the same, from a file", type=Path, metavar="FILE")
+    api_key_file: Path | None = option(CLIENTS, "the same, from a file", type=Path, metavar="FILE")
 
     max_queue: int = option(
-        "--max-queue",
         "limits",
         "requests that may wait for a slot and pages; more are refused with 503",
         default=1024,
@@ -188,7 +167,6 @@ class NodeOptions:
         metavar="N",
     )
     default_max_tokens: int = option(
-        "--default-max-tokens",
         "limits",
         "tokens to generate for a request without max_tokens, if the checkpoint's generation_config.json has no "
         "max_new_tokens; never more than fits the context. Pages are reserved for all of them",
@@ -197,23 +175,22 @@ class NodeOptions:
         metavar="N",
     )
     deadlines: tuple[str, ...] = option(
-        "--deadline",
         "limits",
         "how long a phase may stay silent, e.g. prefill=30 (repeatable; phases and defaults: docs/protocol.md)",
         default=(),
+        flag="--deadline",
         metavar="PHASE=SECONDS",
     )
     drain_timeout_s: float = option(
-        "--drain-timeout",
         "limits",
         "after SIGTERM, SIGINT or SIGHUP: time for what is under way; a second signal ends at once",
         default=30.0,
         type=seconds,
+        flag="--drain-timeout",
         metavar="SECONDS",
     )
 
     max_connections: int = option(
-        "--max-connections",
         HTTP,
         "open HTTP connections; for one more, the one that has waited longest for a request is closed",
         default=1024,
@@ -221,30 +198,26 @@ class NodeOptions:
         metavar="N",
     )
     keep_alive_s: float = option(
-        "--keep-alive",
         HTTP,
         "how long a connection may be open without a request: longer than proxies and clients keep theirs",
         default=75.0,
         type=seconds,
+        flag="--keep-alive",
         metavar="SECONDS",
     )
     cors_origins: tuple[str, ...] = option(
-        "--cors-origin",
         HTTP,
         "let browsers use the API from pages of this origin, e.g. https://chat.example; *: from any (repeatable)",
         default=(),
+        flag="--cors-origin",
         metavar="ORIGIN",
     )
 
-    permute_ids: int | None = option(
-        "--permute-ids", TESTING, "hand out pages and slots in a shuffled order", type=int, metavar="SEED"
-    )
+    permute_ids: int | None = option(TESTING, "hand out pages and slots in a shuffled order", type=int, metavar="SEED")
     faults: tuple[str, ...] = option(
-        "--fault", TESTING, "inject a fault, e.g. drop:swa (repeatable)", default=(), metavar="NAME:ARG"
+        TESTING, "inject a fault, e.g. drop:swa (repeatable)", default=(), flag="--fault", metavar="NAME:ARG"
     )
-    log_level: str = option(
-        "--log-level", TESTING, "verbosity", default="info", choices=("debug", "info", "warning", "error")
-    )
+    log_level: str = option(TESTING, "verbosity", default="info", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         resolved = {

@@ -24,14 +24,9 @@ class PrefillOptions(NodeOptions):
 
     port: int = http_port(30000)
     bootstrap_port: int = option(
-        "--bootstrap-port",
-        "prefill",
-        "port where decode nodes register and reserve (ZMQ; 0: any free one)",
-        default=8998,
-        type=port_number,
+        "prefill", "port where decode nodes register and reserve (ZMQ; 0: any free one)", default=8998, type=port_number
     )
     draft: str | None = option(
-        "--draft",
         "draft",
         "compute the NextN draft's window state for decode nodes that speculate (default: on where there is one)",
         choices=("on", "off"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from server.engine.request import GenerationRequest
 from server.faults.messages import Outbox
 from server.node.base import BaseNode
 from server.node.context import NodeContext, NodeSettings
-from server.node.supervisor import Vital
 from server.prefill.bootstrap import Bootstrap, DecodePeer
 from server.prefill.reception import Reception
 from server.prefill.room_manager import PrefillRoomManager
@@ -96,6 +94,7 @@ class PrefillNode(BaseNode):
         )
         await bootstrap.start(settings.bootstrap_host, settings.bootstrap_port, settings.bootstrap_listener)
         self._manager.routed_rooms.address = join_address(settings.bootstrap_host, bootstrap.port)
+        self._supervisor.watch(lambda: [*bootstrap.tasks, *self._manager.threads])
 
     async def _tell_peers(self) -> None:
         """Keeps the connections open until every room's end is known, at most :data:`_KNOWN_S`.
@@ -112,9 +111,6 @@ class PrefillNode(BaseNode):
         await self._manager.close()
         if self._bootstrap is not None:
             await self._bootstrap.close()
-
-    def _vital_parts(self) -> Iterable[Vital]:
-        return [*(self._bootstrap.tasks if self._bootstrap is not None else ()), *self._manager.threads]
 
     @property
     def busy(self) -> bool:
