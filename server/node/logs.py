@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
 
-from server.node.native_log import NativeLog
+from server.node.native_log import native_log
 
 log = logging.getLogger(__name__)
 
@@ -178,9 +178,8 @@ def process_log(level: str) -> Iterator[LogWriter]:
     crash_fd = _crash_descriptor(real_fd)
     had_faulthandler = faulthandler.is_enabled()
     faulthandler.enable(file=crash_fd)
-    native = NativeLog()
     try:
-        with _logging_to(QueueingHandler(writer), level), native.captured():
+        with _logging_to(QueueingHandler(writer), level), native_log():
             yield writer
     finally:
         faulthandler.disable()

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from server.engine.request import EncodingJob
 from server.engine.tokenizer import Tokenizer
-from server.engine.tokenizer_process import COMMAND, TokenizerProcess
+from server.engine.tokenizer_process import COMMAND, EncodingJob, TokenizerProcess
 from server.failure import RequestFailed
 from server.node.options import BUNDLED_MODEL
 
