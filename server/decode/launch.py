@@ -52,7 +52,7 @@ class DecodeOptions(NodeOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a decode node until it is told to stop; returns the exit code."""
+    """Runs a decode node until a signal ends it; returns the exit code."""
     options = parse(DecodeOptions, PROG, "Takes prompts' state from prefill nodes, decodes, and serves the API.", argv)
     return run(PROG, options, partial(_start, options))
 

@@ -172,7 +172,7 @@ class TokenizerLike(Protocol):
 
 
 class Backend(Protocol):
-    """What an HTTP app serves: a decode node, or a prefill node, which answers only requests whose room is named."""
+    """What an HTTP app serves: a decode node, or a prefill node, which answers only requests with a routed room."""
 
     role: str
     model_name: str

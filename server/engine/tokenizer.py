@@ -174,7 +174,7 @@ class Tokenizer:
     def template_knows_role(self, role: str) -> bool:
         """Whether the chat template marks messages of this role: it names the role, or writes the name of any role.
 
-        One that does neither would paste such a message as if the user had said it, who needs no mark.
+        One that does neither would paste such a message like one of the user, who needs no mark.
         """
         if role == "user":
             return True
@@ -186,7 +186,7 @@ class Tokenizer:
         messages = [{"role": "user", "content": "a"}, {"role": _NO_ROLE, "content": "b"}]
         try:
             return _NO_ROLE in str(self._hf.apply_chat_template(messages, tokenize=False))
-        except Exception:  # noqa: BLE001  (a template may raise anything; it will again, and the client is told)
+        except Exception:  # noqa: BLE001  (a template may raise anything; it will again, and the client gets the error)
             return True
 
     def render_chat(

@@ -51,7 +51,7 @@ class TokenizerProcess:
         self._lock = threading.Lock()  # held for moments only: the event loop takes it to cancel
         self._process: subprocess.Popen[bytes] | None = None
         self._job: EncodingJob | None = None
-        """What the process works on, and may be killed for."""
+        """The current job; to cancel it is to kill the process."""
         self._is_ready = False
         self._ready_nbytes = 0
 

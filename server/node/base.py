@@ -65,7 +65,7 @@ class BaseNode(ABC):
         Raises what keeps the node from starting.
         """
 
-    async def _tell_peers(self) -> None:  # noqa: B027  (a role may have nothing to add)
+    async def _inform_peers(self) -> None:  # noqa: B027  (a role may have nothing to add)
         """After everything was given up: waits, for a limited time, until the peers know."""
 
     @abstractmethod
@@ -78,7 +78,7 @@ class BaseNode(ABC):
 
     @abstractmethod
     def _info(self) -> dict[str, Any]:
-        """What ``/server_info`` says beside what both roles say."""
+        """What ``/server_info`` has of this role only."""
 
     @abstractmethod
     def _counts(self) -> tuple[int, int]:
@@ -112,11 +112,11 @@ class BaseNode(ABC):
         self._manager.drain(self._shutting_down)
 
     async def stop(self) -> None:
-        """Fails what is left, tells the peers, and closes every connection. May be called more than once."""
+        """Fails what is left, informs the peers, and closes every connection. May be called more than once."""
         is_alive, reason = self.alive()
         self._supervisor.end()
         self._manager.refuse_all(self._shutting_down if is_alive else Failure("node_died", reason))
-        await self._tell_peers()
+        await self._inform_peers()
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
@@ -158,7 +158,7 @@ class BaseNode(ABC):
         } | self._info()
 
     def load(self) -> dict[str, int]:
-        """What ``/get_load`` says: requests under way, those that wait, and the tokens that held pages are for."""
+        """What ``/get_load`` answers: requests under way, those that wait, and the tokens that held pages are for."""
         n_requests, n_waiting = self._counts()
         pages = self._context.allocator.counts()["pages"]
         return {

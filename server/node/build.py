@@ -81,7 +81,7 @@ def check_model_and_transport(options: NodeOptions, *, with_peers: bool) -> Tran
 
 
 def read_keys(options: NodeOptions) -> Keys:
-    """What the options and the files that they name say. Raises :class:`AuthError` for what protects nothing."""
+    """The keys of the options and of their files. Raises :class:`AuthError` for what protects nothing."""
     api_key = options.api_key
     if options.api_key_file is not None:
         api_key = read_secret(options.api_key_file, min_chars=MIN_API_KEY_CHARS)
@@ -91,7 +91,7 @@ def read_keys(options: NodeOptions) -> Keys:
 
 
 def check_transfer_host(options: NodeOptions) -> None:
-    """Refuses a wildcard address, which says where to listen but not where to be found, and a name of nobody.
+    """Refuses a wildcard address, at which no peer can find the node, and a host that does not exist.
 
     Raises :class:`TransportMisconfigured`.
     """
@@ -213,7 +213,7 @@ def build_resources(
         "max_queue": options.max_queue,
         "guard": guard or Guard(),
         "deadlines": deadlines,
-        # what /server_info and /model_info say of the model, in the field names that routers ask for
+        # for /server_info and /model_info, in the field names that routers ask for
         "facts": {
             "model_path": str(options.model.resolve()),
             "tokenizer_path": str(options.model.resolve()),

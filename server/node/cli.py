@@ -88,7 +88,7 @@ def as_markdown(declared: Iterable[Field[Any]]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, and names an option that there is not before one that is missing."""
+    """Reports an error in one sentence, and an unknown option before a missing one."""
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         words = sys.argv[1:] if args is None else list(args)

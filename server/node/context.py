@@ -1,4 +1,4 @@
-"""What a node of either role is built from, and what it says about itself."""
+"""What a node of either role is built from."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class NodeContext:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSettings:
-    """What both roles are told. ``max_context`` is in tokens, ``spec_tokens`` in draft tokens of one step.
+    """The settings of both roles. ``max_context`` is in tokens, ``spec_tokens`` in draft tokens of one step.
 
     ``max_queue`` is how many requests may wait for a slot and pages. ``guard`` says who may be a peer.
 

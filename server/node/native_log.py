@@ -20,9 +20,9 @@ _MAX_LINE_NBYTES = 8 << 10
 _END_S = 0.5
 _GLOG = re.compile(r"^([IWEF])\d{4} [\d:.]+ +\d+ ([\w.+-]+:\d+)\] ?(.*)$")
 _LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.WARNING, "F": logging.CRITICAL}
-"""Mooncake's errors are failed transfers: the node handles each, and says by itself what it means for a request."""
+"""Mooncake's errors are failed transfers: the node handles each, and logs what it means for a request."""
 _HARMLESS = ("Local segment descriptor not found", "Logging before InitGoogleLogging() is written to STDERR")
-"""Said by Mooncake at every start."""
+"""Mooncake logs these at every start."""
 
 _mooncake, _other = logging.getLogger("mooncake"), logging.getLogger("native")
 

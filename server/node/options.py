@@ -102,7 +102,7 @@ def http_port(default: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """What a command line says. Sizes are counts; tokens, pages and slots as named.
+    """The values of a command line. Sizes are counts; tokens, pages and slots as named.
 
     ``deadlines`` (as ``PHASE=SECONDS``), ``faults``, keys and files are as given, not read yet. Three defaults follow
     from other options: the name that is served, the transfer host, and determinism.

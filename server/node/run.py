@@ -60,7 +60,7 @@ END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_SENTENCE_CHARS = 1000
 _LOOK_S = 0.05
 _DEAD_S = 1.0
-"""How long a node that has died still says so in ``/health`` before the process ends."""
+"""How long ``/health`` still reports that the node has died before the process ends."""
 _SHUTDOWN_S = 5
 """How long answers that are over may take to reach their clients."""
 
@@ -82,7 +82,7 @@ def run(prog: str, options: NodeOptions, start: Callable[[], Coroutine[Any, Any,
             with _signals_end_at_once(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(start())
         except _EndedEarly:
-            log.info("told to end before it served")
+            log.info("ended by a signal before it served")
             return 0
         except Exception as error:
             log.debug("the node could not start", exc_info=True)

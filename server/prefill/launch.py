@@ -34,7 +34,7 @@ class PrefillOptions(NodeOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a prefill node until it is told to stop; returns the exit code."""
+    """Runs a prefill node until a signal ends it; returns the exit code."""
     options = parse(PrefillOptions, PROG, "Computes prompts and pushes their state to decode nodes.", argv)
     return run(PROG, options, partial(_start, options))
 

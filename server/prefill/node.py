@@ -96,7 +96,7 @@ class PrefillNode(BaseNode):
         self._manager.routed_rooms.address = join_address(settings.bootstrap_host, bootstrap.port)
         self._supervisor.watch(lambda: [*bootstrap.tasks, *self._manager.threads])
 
-    async def _tell_peers(self) -> None:
+    async def _inform_peers(self) -> None:
         """Keeps the connections open until every room's end is known, at most :data:`_KNOWN_S`.
 
         ZMQ drops what a decode node has received and not yet read when the connection breaks: it would take this node
@@ -118,7 +118,7 @@ class PrefillNode(BaseNode):
         return bool(self._manager.works)
 
     def submit(self, request: GenerationRequest) -> NodeGeneration:
-        """Takes a request whose room a router named; the answer is its first token, when a decode node has the rest.
+        """Takes a request whose room a router chose; the answer is its first token, when a decode node has the rest.
 
         Raises :class:`RequestFailed`.
         """
