@@ -15,7 +15,7 @@ from server.node.options import BUNDLED_MODEL
 from server.node.ports import PortError, take_port
 from server.prefill import launch as prefill_launch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 Main = Callable[[list[str]], int]
 P: Main = prefill_launch.main
 D: Main = decode_launch.main
