@@ -6,6 +6,7 @@ import queue
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -80,9 +81,9 @@ def harness(model: DeepseekV4, tokenizer: Tokenizer) -> Iterator[Harness]:
     made.engine.stop()
 
 
-def request(n: int, seed: int = 0, **sampling: object) -> GenerationRequest:
+def request(n: int, seed: int = 0, **sampling: Any) -> GenerationRequest:
     ids = tuple(random.Random(seed).choices(range(10, 500), k=n))
-    params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
+    params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **sampling})
     return GenerationRequest(f"r{n}-{seed}", ids, params)
 
 
@@ -127,7 +128,7 @@ def test_a_handed_over_prompt_resumes_like_a_local_one(harness: Harness) -> None
 
 
 @pytest.mark.parametrize(("sampling", "reason"), [({"max_tokens": 1}, "length"), ({"stop_token_ids": (42,)}, "stop")])
-def test_the_first_token_can_be_the_last(harness: Harness, sampling: dict[str, object], reason: str) -> None:
+def test_the_first_token_can_be_the_last(harness: Harness, sampling: dict[str, Any], reason: str) -> None:
     r = request(20, **sampling)
     harness.engine.submit(Resume("x", r, Placement(1, (1,)), TokenLogprob(42, 0.0)))
     events = harness.until(Finished, "x")
@@ -254,5 +255,7 @@ def test_an_answer_is_not_decoded_from_memory_of_another(harness: Harness) -> No
     harness.arena.owners.stamp(where, Owner(1, 2))
     before = harness.arena.buffer.clone()
     harness.engine.submit(Resume("x", request(70), where, TokenLogprob(42, 0.0), Owner(1, 1)))
-    assert harness.until(ComputeFailed, "x")[-1].failure.component == "c4_kv"
+    failed = harness.until(ComputeFailed, "x")[-1]
+    assert isinstance(failed, ComputeFailed)
+    assert failed.failure.component == "c4_kv"
     assert harness.arena.buffer.equal(before)
