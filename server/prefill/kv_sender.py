@@ -1,7 +1,8 @@
 """P's transfer thread: takes batches of pieces, keeps a bounded number in flight, and says how each batch ended.
 
-There is one :class:`Sender` for each decode incarnation, and it alone touches its transport engine. Everything else
-calls :meth:`Sender.send` and :meth:`Sender.cancel`, and hears exactly one :class:`SendResult` a batch.
+There is one :class:`KVSender` for each registration of a decode process, and it alone touches its transport engine.
+Everything else calls :meth:`KVSender.send` and :meth:`KVSender.cancel`, and gets exactly one :class:`SendResult` a
+batch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from server.threads import call_in_thread
 from server.transfer.engines.base import EngineClosed, PieceStatus, SubmitFailed, Ticket, TransferEngine
 
 log = logging.getLogger(__name__)
@@ -50,7 +53,7 @@ class SendJob:
     batch_id: int
     pieces: tuple[Piece, ...]
     deadline_s: float
-    """On the clock of ``time.monotonic()``."""
+    """On the sender's clock."""
 
 
 class SendOutcome(enum.StrEnum):
@@ -80,7 +83,7 @@ class SendResult:
     quiesced: bool
     """No piece that was ever submitted for ``key``, in this batch or another, can write any more."""
     elapsed_s: float = 0.0
-    """From :meth:`Sender.send` to this result."""
+    """From :meth:`KVSender.send` to this result."""
 
 
 @dataclass
@@ -148,7 +151,23 @@ class _Close:
 _Message = SendJob | _Cancel | _Forget | _Close
 
 
-class Sender:
+class Sender(Protocol):
+    """The way of a room's state into one decode node: a :class:`KVSender`, or a simulated one."""
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """What must live for results to come, if anything."""
+
+    def send(self, job: SendJob) -> None: ...
+
+    def cancel(self, key: Hashable) -> None: ...
+
+    def forget(self, key: Hashable) -> None: ...
+
+    async def aclose(self, timeout_s: float) -> bool: ...
+
+
+class KVSender:
     """The thread. ``engine_factory`` (which also registers the source memory) and ``on_result`` run in it."""
 
     def __init__(
@@ -159,11 +178,13 @@ class Sender:
         name: str,
         *,
         max_in_flight: int = MAX_PIECES_IN_FLIGHT,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine_factory = engine_factory
         self._session = session
         self._on_result = on_result
         self._max_in_flight = max_in_flight
+        self._clock = clock
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._is_closed = False
@@ -204,15 +225,19 @@ class Sender:
         """
         with self._gate:
             self._is_closed = True
-            self._inbox.put(_Close(time.monotonic() + timeout_s))
+            self._inbox.put(_Close(self._clock() + timeout_s))
         if self._thread.ident is not None:
             self._thread.join(timeout_s + ENGINE_CLOSE_TIMEOUT_S)
         return not self._thread.is_alive()
 
+    async def aclose(self, timeout_s: float) -> bool:
+        """:meth:`close`, in a thread of its own."""
+        return await call_in_thread("close sender", self.close, timeout_s)
+
     # What follows runs in the thread.
 
     def _run(self) -> None:
-        while self._closing is None or (self._in_flight and time.monotonic() < self._closing.deadline_s):
+        while self._closing is None or (self._in_flight and self._clock() < self._closing.deadline_s):
             try:
                 self._turn()
             except Exception as error:
@@ -246,7 +271,7 @@ class Sender:
             case SendJob():
                 room = self._rooms.setdefault(message.key, _Room())
                 room.batches += 1
-                self._jobs.append(_Job(message, room, time.monotonic(), deque(message.pieces)))
+                self._jobs.append(_Job(message, room, self._clock(), deque(message.pieces)))
             case _Cancel(key):
                 for job in self._jobs:
                     if job.send.key == key:
@@ -328,7 +353,7 @@ class Sender:
         return f"{piece.component}: a piece of {piece.nbytes} bytes for {piece.dst:#x} of {self._session}"
 
     def _expire_overdue(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         for job in self._jobs:
             if now < job.send.deadline_s or job.has_ended:
                 continue
@@ -355,7 +380,7 @@ class Sender:
             nbytes=dict(job.applied),
             pieces=job.applied_pieces,
             quiesced=job.room.is_quiesced,
-            elapsed_s=time.monotonic() - job.started,
+            elapsed_s=self._clock() - job.started,
         )
         try:
             self._on_result(result)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +19,12 @@ from server.faults.messages import Outbox
 from server.node.context import NodeContext, NodeSettings, common_info, load_of
 from server.node.supervisor import Supervisor
 from server.node.ticker import tick_for_ever
-from server.prefill.bootstrap import Bootstrap, DecodePeer
-from server.prefill.reception import Reception
+from server.prefill.bootstrap import Bootstrap
+from server.prefill.bootstrap_socket import BootstrapSocket
 from server.prefill.room_manager import PrefillRoomManager
 from server.threads import call_in_thread
 from server.transfer.addresses import join_address
 from server.transfer.manifest import TransportIdentity, build_manifest, new_incarnation
-from server.transfer.protocol import AnyMessage
 from server.transfer.rooms import Failure
 
 _KNOWN_S = 2.0
@@ -57,14 +55,15 @@ class PrefillNode:
 
     role = "prefill"
 
-    def __init__(self, settings: PrefillSettings, parts: NodeContext) -> None:
+    def __init__(self, settings: PrefillSettings, context: NodeContext) -> None:
         self.model_name = settings.model_name
         self.max_context = settings.max_context
-        self.tokenizer = parts.tokenizer
-        self.sampling_defaults = parts.sampling_defaults
+        self.tokenizer = context.tokenizer
+        self.sampling_defaults = context.sampling_defaults
         self.incarnation = new_incarnation()
         self._settings = settings
-        self._parts = parts
+        self._context = context
+        self._socket: BootstrapSocket | None = None
         self._bootstrap: Bootstrap | None = None
         self._manager: PrefillRoomManager | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -74,46 +73,64 @@ class PrefillNode:
     @property
     def bootstrap_port(self) -> int:
         """The port that decode nodes connect to; 0 before :meth:`start`."""
-        return self._bootstrap.port if self._bootstrap is not None else 0
+        return self._socket.port if self._socket is not None else 0
 
     async def start(self) -> None:
         """Tries the transport and opens the bootstrap port. Raises what either raises."""
         self._loop = asyncio.get_running_loop()
-        parts, layout = self._parts, self._parts.arena.layout
-        transport = self._settings.transport
+        settings, context = self._settings, self._context
+        transport = settings.transport
         if transport is None:
-            transport = await call_in_thread("try transport", TransportIdentity.of_new, parts.make_transport)
+            transport = await call_in_thread("try transport", TransportIdentity.of_new, context.make_transport)
         manifest = build_manifest(
             "prefill",
             self.incarnation,
-            parts.identity,
+            context.identity,
             transport,
-            layout,
-            parts.arena.ptr,
-            spec_tokens=self._settings.spec_tokens,
-            components=layout.names,
+            context.arena.layout,
+            context.arena.ptr,
+            spec_tokens=settings.spec_tokens,
+            components=context.arena.layout.names,
         )
-        manager = PrefillRoomManager(self._settings, parts, self._send)
-        parts.metrics.watch(
-            parts.allocator,
+        self._manager = manager = PrefillRoomManager(settings, context)
+        context.metrics.watch(
+            context.allocator,
             queued=lambda: manager.n_waiting,
-            running=lambda: len(manager.works) - manager.n_waiting,
-            peers=lambda: len(manager.targets),
+            running=lambda: len(manager.reqs) - manager.n_waiting,
+            peers=lambda: len(manager.senders),
         )
-        self._manager = manager
+        self._socket = socket = BootstrapSocket(
+            settings.guard, context.metrics, settings.deadlines.register_s, Outbox(context.faults)
+        )
         self._bootstrap = bootstrap = Bootstrap(
-            manifest,
-            Reception(manager, self._settings, parts, self._send),
-            self._settings.deadlines,
-            parts.metrics,
-            self._settings.guard,
-            Outbox(parts.faults),
+            manifest, manager, socket, settings.deadlines, context.metrics, clock=context.clock
         )
-        settings = self._settings
-        await bootstrap.start(settings.bootstrap_host, settings.bootstrap_port, settings.bootstrap_listener)
-        manager.routed_rooms.address = join_address(settings.bootstrap_host, bootstrap.port)
+        await socket.start(bootstrap, settings.bootstrap_host, settings.bootstrap_port, settings.bootstrap_listener)
+        bootstrap.start()
+        manager.routed_rooms.address = join_address(settings.bootstrap_host, socket.port)
         self._ticker = ticker = asyncio.create_task(tick_for_ever(self.role, manager), name="prefill ticker")
-        self._supervisor.watch(lambda: [ticker, *bootstrap.tasks, *manager.threads])
+        self._supervisor.watch(lambda: [ticker, *socket.tasks, *bootstrap.tasks, *manager.threads])
+
+    @property
+    def manager(self) -> PrefillRoomManager:
+        """The node's rooms. Raises :class:`RuntimeError` before :meth:`start`."""
+        if self._manager is None:
+            raise RuntimeError("the prefill node is not running yet")
+        return self._manager
+
+    @property
+    def bootstrap(self) -> Bootstrap:
+        """Its registrations. Raises :class:`RuntimeError` before :meth:`start`."""
+        if self._bootstrap is None:
+            raise RuntimeError("the prefill node is not running yet")
+        return self._bootstrap
+
+    @property
+    def socket(self) -> BootstrapSocket:
+        """What decode nodes are connected to. Raises :class:`RuntimeError` before :meth:`start`."""
+        if self._socket is None:
+            raise RuntimeError("the prefill node is not running yet")
+        return self._socket
 
     def vital(self, thread: threading.Thread) -> None:
         """The node is dead if ``thread`` is."""
@@ -122,7 +139,7 @@ class PrefillNode:
     @property
     def busy(self) -> bool:
         """Whether a room is not over yet."""
-        return self._manager is not None and bool(self._manager.works)
+        return self._manager is not None and bool(self._manager.reqs)
 
     def drain(self) -> None:
         """Takes no room any more and gives up those that wait; prompts and transfers under way go on."""
@@ -130,7 +147,7 @@ class PrefillNode:
             self._manager.drain(_SHUTTING_DOWN)
 
     async def stop(self) -> None:
-        """Tells every decode node that its rooms are over, then closes the senders and the bootstrap port.
+        """Reports to every decode node that its rooms are over, then closes the senders and the bootstrap port.
 
         May be called more than once.
         """
@@ -144,6 +161,8 @@ class PrefillNode:
             await asyncio.gather(self._ticker, return_exceptions=True)
         if self._manager is not None:
             await self._manager.close()
+        if self._socket is not None:
+            await self._socket.close()
         if self._bootstrap is not None:
             await self._bootstrap.close()
 
@@ -153,14 +172,14 @@ class PrefillNode:
         ZMQ drops what a decode node has received and not yet read when the connection breaks: it would take this node
         for one that fell silent. What is lost is sent again by the ticker.
         """
-        give_up = time.monotonic() + _KNOWN_S
-        while time.monotonic() < give_up and not all(work.room.is_known for work in manager.works.values()):  # noqa: ASYNC110
+        give_up = self._context.clock() + _KNOWN_S
+        while self._context.clock() < give_up and not all(req.room.is_known for req in manager.reqs.values()):  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
 
     # --- Backend ------------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest) -> Generation:
-        """Takes a request whose room a router named; the answer is its first token, when a decode node has the rest.
+        """Takes a request whose room a router chose; the answer is its first token, when a decode node has the rest.
 
         Raises :class:`RequestFailed`.
         """
@@ -171,8 +190,8 @@ class PrefillNode:
     def load(self) -> dict[str, int]:
         manager = self._manager
         n_http = manager.routed_rooms.n_http if manager is not None else 0
-        n_waiting, n_rooms = (manager.n_waiting, len(manager.works)) if manager is not None else (0, 0)
-        return load_of(self._parts, n_rooms + n_http, n_waiting + n_http)
+        n_waiting, n_rooms = (manager.n_waiting, len(manager.reqs)) if manager is not None else (0, 0)
+        return load_of(self._context, n_rooms + n_http, n_waiting + n_http)
 
     def alive(self) -> tuple[bool, str]:
         reason = self._supervisor.look()
@@ -188,18 +207,17 @@ class PrefillNode:
             return False, reason or "the prefill node is not running"
         if self._manager.refusing is not None:
             return False, self._manager.refusing.reason
-        targets = self._manager.targets.values()
-        passed = not any(target.probe is not None and target.probe[1] for target in targets)
-        return passed, "; ".join(target.describe_probe() for target in targets) or "no decode node is registered yet"
+        passed, reason = self._manager.probes.ready(self._manager.senders)
+        return passed, reason or "no decode node is registered yet"
 
     def server_info(self) -> dict[str, Any]:
         manager = self._manager
-        targets = list(manager.targets) if manager is not None else []
-        return common_info(self.role, self.incarnation, self._settings, self._parts) | {
+        peers = list(manager.senders) if manager is not None else []
+        return common_info(self.role, self.incarnation, self._settings, self._context) | {
             "bootstrap_port": self.bootstrap_port,
             "waiting": manager.n_waiting if manager is not None else 0,
             "refused": self._bootstrap.refused() if self._bootstrap is not None else [],
-            "unpaired": {"http": manager.routed_rooms.n_http, "rooms": manager.routed_rooms.n_lonely}
+            "unpaired": {"http": manager.routed_rooms.n_http, "rooms": manager.routed_rooms.n_decode}
             if manager is not None
             else {},
             "peers": [
@@ -208,7 +226,7 @@ class PrefillNode:
                     "registration": peer.registration.number,
                     "session": peer.manifest.session,
                 }
-                for peer in targets
+                for peer in peers
             ],
         }
 
@@ -228,7 +246,3 @@ class PrefillNode:
             self._manager.engine_died(Failure("engine_died", reason, 503))
         else:
             self._manager.on_engine_event(event)
-
-    def _send(self, peer: DecodePeer, message: AnyMessage) -> None:
-        if self._bootstrap is not None:
-            self._bootstrap.send(peer, message)
