@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
+from server.failure import Failure
 from server.prefill.decode_peer import ControlSocket, DecodePeer
 from server.prefill.registrations import Registrations, Standing
 from server.prefill.room_manager import PrefillRoomManager
@@ -32,7 +33,7 @@ from server.transfer.protocol import (
     clip,
     decode,
 )
-from server.transfer.rooms import TICK_S, Deadlines, Failure, Heartbeat
+from server.transfer.rooms import TICK_S, Deadlines, Heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class Bootstrap:
     def _register(self, routing_id: bytes, register: Register, before: DecodePeer | None) -> None:
         """Begins a registration; the one ``before`` of the same process is over."""
         if before is not None:
-            self.lose(before, Failure("peer_lost", f"{before} has registered anew", 502))
+            self.lose(before, Failure("peer_lost", f"{before} has registered anew"))
         theirs, number = register.manifest, register.registration
         registration = self._registrations.begin(theirs.incarnation, number, routing_id)
         heartbeat = Heartbeat(self._deadlines.peer_s, self._clock())
@@ -181,7 +182,7 @@ class Bootstrap:
             if await self._is_refused(peer.manifest.session):
                 if not peer.lost:
                     words = f"{peer} is gone: its connection broke, and nobody listens at its transport session"
-                    self.lose(peer, Failure("peer_lost", words, 502))
+                    self.lose(peer, Failure("peer_lost", words))
                 return
             await asyncio.sleep(LOOK_AGAIN_S)
 
@@ -215,7 +216,7 @@ class Bootstrap:
             for peer in list(self.peers.values()):
                 if peer.heartbeat.tick(now, TICK_S):
                     silent_s = peer.heartbeat.silent_for(now)
-                    self.lose(peer, Failure("peer_lost", f"{peer} was silent for {silent_s:.1f} s", 502))
+                    self.lose(peer, Failure("peer_lost", f"{peer} was silent for {silent_s:.1f} s"))
 
     def lose(self, peer: DecodePeer, failure: Failure) -> None:
         """The registration of ``peer`` is over."""

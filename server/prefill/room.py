@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from server.failure import Failure
 from server.transfer.plan import Rows
 from server.transfer.protocol import (
     Abort,
@@ -31,7 +32,7 @@ from server.transfer.protocol import (
     clip,
     ids_of,
 )
-from server.transfer.rooms import Deadlines, Failure, Forget, GivenUp, PeerLost, Resend, RoomKey, Send, Tick
+from server.transfer.rooms import Deadlines, Forget, GivenUp, PeerLost, Resend, RoomKey, Send, Tick
 
 # --- events ---
 
@@ -212,7 +213,7 @@ class PrefillRoom:
             case Committed():
                 return self._on_committed(now)
             case Rejected():
-                rejection = Failure("rejected", event.reason, 502, event.component)
+                rejection = Failure("rejected", event.reason, event.component)
                 return self._end(rejection, now, report=False) if self.active else []
             case GivenUp():
                 return self._end(event.failure, now) if self.active else []
@@ -261,7 +262,7 @@ class PrefillRoom:
     def _on_abort(self, abort: Abort, now: float) -> list[PrefillAction]:
         self._acknowledged = True
         if self.active:
-            return self._end(Failure("aborted", abort.reason, 499), now, report=False)
+            return self._end(Failure("aborted", abort.reason), now, report=False)
         if not self._settled:
             return []
         return [self._verdict(), *self._forget_if_over()]
@@ -290,9 +291,7 @@ class PrefillRoom:
     def _on_engine_idle(self, event: EngineIdle, now: float) -> list[PrefillAction]:
         self._engine_busy = False
         if self.active:
-            return self._end(
-                event.failure or Failure("engine_stopped", "the prefill engine gave the room up", 500), now
-            )
+            return self._end(event.failure or Failure("engine_stopped", "the prefill engine gave the room up"), now)
         return self._settle(now)
 
     def _on_pushed(self, pushed: Pushed, now: float) -> list[PrefillAction]:
@@ -321,7 +320,7 @@ class PrefillRoom:
             return []
         computed = self._computed
         if computed is None or any(name not in computed.digests for name in self.reserve.components):
-            return self._end(Failure("no_digest", "the engine reported no digest of a wanted component", 500), now)
+            return self._end(Failure("no_digest", "the engine reported no digest of a wanted component"), now)
         self._enter(PrefillPhase.COMMIT, now)
         self._resend = Resend(self._deadlines.resend_s, self._deadlines.resend_cap_s, now)
         self.done = Done(
@@ -423,7 +422,7 @@ def failed_message(about: Reserve | Waiting | Abort, failure: Failure, writes: W
         **ids_of(about),
         code=failure.code,
         reason=clip(failure.reason),
-        status=failure.status,
+        kind=failure.kind,
         component=failure.component,
         writes=writes,
     )
@@ -431,4 +430,4 @@ def failed_message(about: Reserve | Waiting | Abort, failure: Failure, writes: W
 
 def _late(phase: PrefillPhase, what: str, silent_s: float, limit_s: float) -> Failure:
     reason = f"phase {phase} on the prefill node: {what} for {silent_s:.1f} s (deadline {limit_s:g} s)"
-    return Failure("deadline", reason, 504)
+    return Failure("deadline", reason)

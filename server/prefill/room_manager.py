@@ -12,15 +12,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 
-from server.cache.specs import LayoutError
-from server.engine.events import Cancel, ChunkComputed, Event, Failed, Finished, PrefillFinished, Scrub, Scrubbed
+from server.engine.events import Cancel, ChunkComputed, ComputeFailed, Event, Finished, PrefillFinished, Scrub, Scrubbed
 from server.engine.generation import NodeGeneration
-from server.engine.request import GenerationRequest, RequestFailed
+from server.engine.request import GenerationRequest
+from server.failure import Failure, RequestFailed, internal_error
 from server.faults.sending import SendingFaults
 from server.node.context import NodeContext, NodeSettings
 from server.prefill.decode_peer import DecodePeer
-from server.prefill.failures import broken, engine_failure, placement_failure, transfer_failure
-from server.prefill.kv_sender import KVSender, Sender, SendOutcome, SendResult
+from server.prefill.kv_sender import KVSender, Sender, SendResult
 from server.prefill.probe import ProbeKey, ProbeWriter
 from server.prefill.request import Batch, PrefillRequest, n_tokens_of, read_request
 from server.prefill.room import (
@@ -44,7 +43,7 @@ from server.prefill.room import (
     SenderGone,
     failed_message,
 )
-from server.prefill.room_memory import RoomMemory
+from server.prefill.room_memory import RoomMemory, placement_failure
 from server.prefill.routed_rooms import RoutedRooms
 from server.transfer.engines.base import TransferEngine, open_registered
 from server.transfer.protocol import (
@@ -61,7 +60,7 @@ from server.transfer.protocol import (
     Writes,
     ids_of,
 )
-from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick, Tombstones
+from server.transfer.rooms import Forget, GivenUp, PeerLost, RoomKey, Send, Tick, Tombstones
 
 log = logging.getLogger(__name__)
 
@@ -155,10 +154,10 @@ class PrefillRoomManager:
         """
         failure, n_waiting = self.refusing, self.n_waiting + self.routed_rooms.n_http
         if failure is None and n_waiting >= self._max_queue:
-            failure = Failure("overloaded", f"{n_waiting} requests wait for the prefill node already", 503)
+            failure = Failure("overloaded", f"{n_waiting} requests wait for the prefill node already")
         if failure is not None:
             self.routed_rooms.turned_away(request, failure)
-            raise RequestFailed(failure.code, failure.reason, status=failure.status)
+            raise RequestFailed(failure)
         generation = self.routed_rooms.submit(request)
         self._faults.entered("pair")
         return generation
@@ -220,7 +219,7 @@ class PrefillRoomManager:
                     self._on_reserve(peer, message)
                 except Exception as error:
                     log.exception("a Reserve of %s could not be handled", peer)
-                    peer.send(failed_message(message, broken(error), Writes.SETTLING))
+                    peer.send(failed_message(message, internal_error("prefill", error), Writes.SETTLING))
             case Waiting():
                 self._on_waiting(peer, message)
             case Abort() | Committed() | Rejected():
@@ -266,9 +265,9 @@ class PrefillRoomManager:
         if self.refusing is not None:
             return self.refusing
         if self.n_waiting >= self._max_queue:
-            return Failure("overloaded", f"{self.n_waiting} rooms wait for the prefill node already", 503)
+            return Failure("overloaded", f"{self.n_waiting} rooms wait for the prefill node already")
         if any(req.key.room == reserve.room for req in self._reqs_of(peer) if req.room.active):
-            return Failure("duplicate_room", f"room {reserve.room} is under way in another epoch", 409)
+            return Failure("duplicate_room", f"room {reserve.room} is under way in another epoch")
         return self._memory.refuses(peer, reserve, request, n)
 
     def _on_waiting(self, peer: DecodePeer, waiting: Waiting) -> None:
@@ -286,7 +285,7 @@ class PrefillRoomManager:
 
     def _on_abort_of_unknown(self, peer: DecodePeer, abort: Abort) -> None:
         key = RoomKey(abort.room, abort.epoch, abort.decode)
-        failure = Failure("aborted", abort.reason, 499)
+        failure = Failure("aborted", abort.reason)
         self.routed_rooms.given_up(key, failure)
         if self.tombstones.clean(key):
             self.tombstones.bury(key, failure, clean=True)
@@ -313,7 +312,7 @@ class PrefillRoomManager:
             command = self._memory.prepare(req)
         except Exception as error:
             log.exception("%s could not be started", req.key)
-            failure = placement_failure(error) if isinstance(error, LayoutError) else broken(error)
+            failure = placement_failure(error)
             self._metrics.check_failed(failure)
             self._memory.give_back(req)
             self.step(req, GivenUp(failure))
@@ -347,7 +346,7 @@ class PrefillRoomManager:
 
     def _on_broken(self, req: PrefillRequest, at: PrefillEvent | PrefillAction, error: Exception) -> None:
         if req.room.active and not isinstance(at, GivenUp):
-            self.step(req, GivenUp(broken(error)))
+            self.step(req, GivenUp(internal_error("prefill", error)))
 
     def _perform(self, req: PrefillRequest, action: PrefillAction) -> None:
         match action:
@@ -400,7 +399,7 @@ class PrefillRoomManager:
                 self._push(req, push_tail(self._transfer_deadline()))
         except Exception as error:
             log.exception("%s could not be damaged", req.key)
-            self.step(req, GivenUp(broken(error)))
+            self.step(req, GivenUp(internal_error("prefill", error)))
 
     def _forget(self, req: PrefillRequest, action: Forget) -> None:
         room, key = req.room, req.key
@@ -437,10 +436,9 @@ class PrefillRoomManager:
                 self.step(req, Computed(event.digests, event.prefill_s, event.digest_s))
             case Finished():
                 self.step(req, EngineIdle())
-            case Failed():
-                failure = engine_failure(event)
-                self._metrics.check_failed(failure)
-                self.step(req, EngineIdle(failure))
+            case ComputeFailed():
+                self._metrics.check_failed(event.failure)
+                self.step(req, EngineIdle(event.failure))
             case Scrubbed():
                 self.step(req, Cleaned())
             case _:
@@ -458,10 +456,9 @@ class PrefillRoomManager:
         req = self.reqs.get(result.key) if isinstance(result.key, RoomKey) else None
         if req is None:
             return
-        applied = result.outcome is SendOutcome.APPLIED
-        failure = None if applied else transfer_failure(result, req.room.reserve.components)
+        failure = result.failure(req.room.reserve.components)
         self.step(req, BatchEnded(result.batch_id, failure, result.quiesced))
 
 
 def _over(key: RoomKey) -> Failure:
-    return Failure("room_over", f"{key} is over already", 409)
+    return Failure("room_over", f"{key} is over already")

@@ -14,22 +14,15 @@ from dataclasses import dataclass, replace
 
 from server.cache.handoff import prompt_hash
 from server.engine.generation import NodeGeneration
-from server.engine.request import (
-    FinishReason,
-    GenerationRequest,
-    RequestFailed,
-    RouteInfo,
-    TokenizerLike,
-    TokenLogprob,
-    TokenOutput,
-)
+from server.engine.request import FinishReason, GenerationRequest, RouteInfo, TokenizerLike, TokenLogprob, TokenOutput
 from server.engine.stopping import OutputProcessor
+from server.failure import Failure, RequestFailed, internal_error
 from server.node.request_log import RequestEnd
 from server.prefill.decode_peer import DecodePeer
 from server.prefill.request import PrefillRequest
 from server.prefill.room import PrefillEvent, PrefillPhase, failed_message
 from server.transfer.protocol import RequestArrived, RoutedRequest, Waiting, Writes, ids_of
-from server.transfer.rooms import Failure, GivenUp, RoomKey, Tombstones
+from server.transfer.rooms import GivenUp, RoomKey, Tombstones
 
 log = logging.getLogger(__name__)
 
@@ -148,13 +141,13 @@ class RoutedRooms:
         node's half of the room has failed with.
         """
         if request.routed is None:
-            raise RequestFailed("wrong_role", "this is a prefill node: the request must name a room", status=400)
+            raise RequestFailed(Failure("wrong_role", "this is a prefill node: the request must name a room"))
         room = request.routed.room
         if room in self._http:
-            raise RequestFailed("duplicate_room", f"room {room} is in use by another request", status=409)
+            raise RequestFailed(Failure("duplicate_room", f"room {room} is in use by another request"))
         failure, is_again = self._earlier_end(room, Side.HTTP)
         if failure is not None:
-            raise _request_failed(failure)
+            raise _for_client(failure)
         now = self._clock()
         generation = NodeGeneration(lambda: self._client_gone(half), room=room)
         half = self._http[room] = _HttpHalf(request, room, generation, now, now, is_again)
@@ -182,7 +175,7 @@ class RoutedRooms:
         other.peer.send(RequestArrived(**ids_of(other.waiting)))
 
     def _client_gone(self, half: _HttpHalf) -> None:
-        self._end(half, Failure("prefill_client_gone", "the client of the prefill node closed its request", 502))
+        self._end(half, Failure("prefill_client_gone", "the client of the prefill node closed its request"))
         half.generation.finish(FinishReason.ABORT)
 
     def _end(self, half: _HttpHalf, failure: Failure) -> None:
@@ -201,7 +194,7 @@ class RoutedRooms:
         if half.req is None:
             half.end(failure.code, self._clock()).log()
         self._let_go(half)
-        half.generation.fail(_request_failed(failure))
+        half.generation.fail(_for_client(failure))
 
     def _let_go(self, half: _HttpHalf) -> None:
         """The request is answered: what its room still does is no business of a later one with the same id."""
@@ -271,7 +264,7 @@ class RoutedRooms:
         half = self._http.get(room)
         if half is None:
             reason = f"the request for room {room} is not on the prefill node any more"
-            return Failure("prefill_client_gone", reason, 502)
+            return Failure("prefill_client_gone", reason)
         if half.req is not None or (half.other is not None and half.other.key != req.key):
             return _not_yours(room)
         half.req, self._joined[req.key] = req, half
@@ -286,7 +279,7 @@ class RoutedRooms:
                 f"the prompts of room {room} differ: {len(prompt)} tokens with hash {prompt_hash(prompt).hex()} "
                 f"here, {wanted.n_tokens} tokens with hash {wanted.prompt_hash.hex()} on the decode node"
             )
-            return Failure("prompt_mismatch", reason, 400)
+            return Failure("prompt_mismatch", reason)
         req.request = replace(req.request, prompt_ids=prompt)
         return None
 
@@ -299,7 +292,7 @@ class RoutedRooms:
             self._answer(half, req)
         except Exception as error:
             log.exception("the client of %s could not be answered", req.key)
-            self._end(half, Failure("internal_error", f"the prefill node failed: {error!r}", 500))
+            self._end(half, internal_error("prefill", error))
 
     def _answer(self, half: _HttpHalf, req: PrefillRequest) -> None:
         room = req.room
@@ -329,7 +322,7 @@ class RoutedRooms:
 
     def _late(self, what: str, waited_s: float) -> Failure:
         reason = f"phase pair on the prefill node: {what} for {waited_s:.1f} s (deadline {self._pair_s:g} s)"
-        return Failure("deadline", reason, 504)
+        return Failure("deadline", reason)
 
     def fail_all(self, failure: Failure) -> None:
         """Ends every half that has not met its other half, and those that wait for memory on their decode node."""
@@ -355,14 +348,14 @@ class RoutedRooms:
 
 
 def _not_yours(room: int) -> Failure:
-    return Failure("duplicate_room", f"room {room} is another decode node's, or another attempt's", 409)
+    return Failure("duplicate_room", f"room {room} is another decode node's, or another attempt's")
 
 
-def _request_failed(failure: Failure) -> RequestFailed:
+def _for_client(failure: Failure) -> RequestFailed:
     """A room's failure as the error of the client here."""
     if failure.code == "aborted":
-        return RequestFailed("decode_gave_up", f"the decode node gave the room up: {failure.reason}", status=502)
-    return RequestFailed(failure.code, failure.reason, status=failure.status, component=failure.component or None)
+        failure = Failure("decode_gave_up", f"the decode node gave the room up: {failure.reason}")
+    return RequestFailed(failure)
 
 
 def _first_output(tokenizer: TokenizerLike, request: GenerationRequest, first: TokenLogprob) -> TokenOutput:
