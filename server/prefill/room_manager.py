@@ -334,21 +334,21 @@ class PrefillRoomManager:
                 self._faults.entered(req.room.phase)
         except Exception as error:
             log.exception("%s failed on %s", req.key, type(event).__name__)
-            self._on_broken(req, event, error)
+            self._fail(req, event, error)
             return
         for action in actions:
             try:
-                self._perform(req, action)
+                self.perform(req, action)
             except Exception as error:
                 log.exception("%s failed on %s", req.key, type(action).__name__)
-                self._on_broken(req, action, error)
+                self._fail(req, action, error)
         self.routed_rooms.moved(req)
 
-    def _on_broken(self, req: PrefillRequest, at: PrefillEvent | PrefillAction, error: Exception) -> None:
+    def _fail(self, req: PrefillRequest, at: PrefillEvent | PrefillAction, error: Exception) -> None:
         if req.room.active and not isinstance(at, GivenUp):
             self.step(req, GivenUp(internal_error("prefill", error)))
 
-    def _perform(self, req: PrefillRequest, action: PrefillAction) -> None:
+    def perform(self, req: PrefillRequest, action: PrefillAction) -> None:
         match action:
             case Send():
                 req.peer.send(action.message)
