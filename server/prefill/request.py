@@ -41,7 +41,7 @@ class Outgoing:
         target = Side(peer.layout, Placement(reserve.slot, reserve.pages))
         sent = [name for name in reserve.components if name not in lies.unsent]
         claimed = [name for name in reserve.components if name not in lies.unclaimed]
-        self._key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
+        self._key = RoomKey.of(reserve)
         self._base, self._peer_base = arena.ptr, peer.manifest.arena_base
         self._page_size = arena.layout.page_size
         self._n = n

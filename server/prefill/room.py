@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from server.failure import Failure
 from server.transfer.plan import Rows
@@ -163,20 +163,11 @@ class PrefillPhase(enum.StrEnum):
 _ACTIVE = (PrefillPhase.QUEUED, PrefillPhase.PREFILL, PrefillPhase.TRANSFER, PrefillPhase.COMMIT)
 
 
-@dataclass
-class _Tally:
-    """What was sent of one component so far."""
-
-    start: int
-    stop: int
-    nbytes: int
-
-
 class PrefillRoom:
     """One ``Reserve`` on the prefill node, from its arrival to the tombstone. ``handle`` is the whole interface."""
 
     def __init__(self, reserve: Reserve, n_tokens: int, deadlines: Deadlines, now: float) -> None:
-        self.key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
+        self.key = RoomKey.of(reserve)
         self.reserve = reserve
         self.phase = PrefillPhase.QUEUED
         self.failure: Failure | None = None
@@ -192,7 +183,7 @@ class PrefillRoom:
         self._tail_pushed = False
         self._writes_ended = True
         self._n_pieces = 0
-        self._sent: dict[str, _Tally] = {}
+        self._sent: dict[str, Rows] = {}
         self._entered, self._alive, self._reported = now, now, now
         self._resend = Resend(deadlines.resend_s, deadlines.resend_cap_s, now)
         self._progress_s = min(1.0, reserve.silence_s / 3)
@@ -300,8 +291,8 @@ class PrefillRoom:
         self._n_pieces += pushed.n_pieces
         self._tail_pushed = self._tail_pushed or pushed.last
         for rows in pushed.rows:
-            tally = self._sent.setdefault(rows.component, _Tally(rows.start, rows.start, 0))
-            tally.stop, tally.nbytes = rows.stop, tally.nbytes + rows.nbytes
+            before = self._sent.get(rows.component, Rows(rows.component, rows.start, rows.start, 0))
+            self._sent[rows.component] = replace(before, stop=rows.stop, nbytes=before.nbytes + rows.nbytes)
         return self._finish_transfer(now)
 
     def _on_batch_ended(self, ended: BatchEnded, now: float) -> list[PrefillAction]:
@@ -327,8 +318,8 @@ class PrefillRoom:
             **self._ids(),
             n=self.n_tokens,
             sent=tuple(
-                Sent(name, tally.start, tally.stop, tally.nbytes, computed.digests[name])
-                for name, tally in self._sent.items()
+                Sent(name, rows.start, rows.stop, rows.nbytes, computed.digests[name])
+                for name, rows in self._sent.items()
             ),
             pieces=self._n_pieces,
             timings=Timings(

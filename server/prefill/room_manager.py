@@ -223,7 +223,7 @@ class PrefillRoomManager:
             case Waiting():
                 self._on_waiting(peer, message)
             case Abort() | Committed() | Rejected():
-                req = self.reqs.get(RoomKey(message.room, message.epoch, message.decode))
+                req = self.reqs.get(RoomKey.of(message))
                 if req is not None:
                     self.step(req, message)
                 elif isinstance(message, Abort):
@@ -232,7 +232,7 @@ class PrefillRoomManager:
                 self._metrics.dropped("direction")
 
     def _on_reserve(self, peer: DecodePeer, reserve: Reserve) -> None:
-        key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
+        key = RoomKey.of(reserve)
         if key in self.reqs:
             self.step(self.reqs[key], reserve)
             return
@@ -272,7 +272,7 @@ class PrefillRoomManager:
 
     def _on_waiting(self, peer: DecodePeer, waiting: Waiting) -> None:
         """A room that is over here, or will never be taken, is answered so again and again: the answer may be lost."""
-        key = RoomKey(waiting.room, waiting.epoch, waiting.decode)
+        key = RoomKey.of(waiting)
         if key in self.reqs:
             return  # a copy from before the room was reserved
         stone = self.tombstones.refuses(key)
@@ -284,7 +284,7 @@ class PrefillRoomManager:
             self.routed_rooms.on_waiting(peer, waiting)
 
     def _on_abort_of_unknown(self, peer: DecodePeer, abort: Abort) -> None:
-        key = RoomKey(abort.room, abort.epoch, abort.decode)
+        key = RoomKey.of(abort)
         failure = Failure("aborted", abort.reason)
         self.routed_rooms.given_up(key, failure)
         if self.tombstones.clean(key):

@@ -51,7 +51,7 @@ class _DecodeHalf:
 
     @property
     def key(self) -> RoomKey:
-        return RoomKey(self.waiting.room, self.waiting.epoch, self.waiting.decode)
+        return RoomKey.of(self.waiting)
 
 
 @dataclass(eq=False)
@@ -233,7 +233,7 @@ class RoutedRooms:
 
     def refuse(self, peer: DecodePeer, waiting: Waiting, failure: Failure) -> None:
         """A room that waits on its decode node is over here. A copy of its ``Waiting`` finds the tombstone."""
-        self._tombstones.bury(RoomKey(waiting.room, waiting.epoch, waiting.decode), failure, clean=True)
+        self._tombstones.bury(RoomKey.of(waiting), failure, clean=True)
         peer.send(failed_message(waiting, failure, Writes.SETTLING))
 
     def given_up(self, key: RoomKey, failure: Failure) -> None:
