@@ -41,7 +41,7 @@ def create_app(
     What a client may cost is limited below the app, see :mod:`server.api.http_protocol`.
     """
     bodies = Lane("read body", BODIES)
-    reader = PromptReader(backend.tokenizer, lambda: backend.max_context)
+    reader = PromptReader(backend)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -75,7 +75,7 @@ def create_app(
             expose_headers=["*"],
         )
     app.add_middleware(RequestId)
-    route_class = bounded_route(bodies, lambda: backend.max_context)
+    route_class = bounded_route(bodies, backend)
     app.include_router(info_router(backend, registry))
     app.include_router(models_router(backend))
     app.include_router(completions_router(backend, reader, route_class))

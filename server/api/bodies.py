@@ -10,11 +10,11 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from starlette.requests import ClientDisconnect
 
-from server.api.errors import ClientDisconnected, InvalidRequest
+from server.api.errors import InvalidRequest
 from server.api.lanes import Lane
 from server.api.streaming import until_disconnect
+from server.engine.request import Backend
 
 MAX_DEPTH = 64
 """Lists and objects inside each other."""
@@ -65,10 +65,10 @@ def parse_json(body: bytes, max_values: int) -> Any:
         raise InvalidRequest(None, f"The body is not valid JSON: {error}", code="invalid_json") from error
 
 
-def bounded_route(lane: Lane, max_context: Callable[[], int]) -> type[APIRoute]:
+def bounded_route(lane: Lane, backend: Backend) -> type[APIRoute]:
     """The class of routes whose JSON body is bounded, and read in ``lane`` if it is large.
 
-    A body may have ``max_context()`` token ids, in tokens, and more.
+    A body may have as many token ids as the context of ``backend``, and more.
     """
 
     class BoundedRoute(APIRoute):
@@ -78,11 +78,8 @@ def bounded_route(lane: Lane, max_context: Callable[[], int]) -> type[APIRoute]:
             async def bounded(request: Request) -> Response:
                 if not _is_json(request):
                     return await handle(request)
-                try:
-                    body = b"".join([chunk async for chunk in request.stream()])
-                except ClientDisconnect as error:
-                    raise ClientDisconnected from error
-                nbytes, max_values = len(body), max(MIN_MAX_VALUES, max_context() + MAX_STRINGS)
+                body = b"".join([chunk async for chunk in request.stream()])
+                nbytes, max_values = len(body), max(MIN_MAX_VALUES, backend.max_context + MAX_STRINGS)
                 if nbytes <= INLINE_NBYTES:
                     value = parse_json(body, max_values) if body else None
                 else:

@@ -1,10 +1,11 @@
-"""Server-sent events, and watching for clients that go away."""
+"""Streams: their chunks, as server-sent events, and watching for clients that go away."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -13,8 +14,12 @@ from typing import Any, TypeVar
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from server.api.answers import Writer
 from server.api.errors import ClientDisconnected, error_body, failure_body
-from server.engine.request import RequestFailed
+from server.api.generations import Generations
+from server.api.request_id import request_id
+from server.api.schemas import StreamOptions
+from server.engine.request import RequestFailed, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +76,66 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+@dataclass
+class Chunks:
+    """The chunks of one stream. ``n_open`` generations have not ended yet."""
+
+    generations: Generations
+    n_open: int
+    options: StreamOptions | None
+    writer: Writer
+    silence_s: float
+
+    async def made_of(
+        self, first: tuple[int, TokenOutput] | None, rest: AsyncGenerator[tuple[int, TokenOutput] | None]
+    ) -> AsyncGenerator[dict[str, Any] | None]:
+        """The chunks for these outputs, and the usage chunk (without choices) where it was asked for. None stands for a
+        comment: where nothing came, and where what came had nothing to say for ``silence_s``.
+        """
+        spoke_at = time.monotonic()
+        includes_usage = self.options is not None and bool(self.options.include_usage)
+        async with aclosing(rest):
+            async for item in _all(first, rest):
+                chunks = [] if item is None else self._chunks(*item, includes_usage)
+                for chunk in chunks:
+                    yield chunk
+                if not chunks:
+                    if item is not None and time.monotonic() - spoke_at < self.silence_s:
+                        continue
+                    yield None
+                spoke_at = time.monotonic()
+        if includes_usage:
+            yield self.writer.chunk([]) | {"usage": self.writer.usage.as_dict(), "pd": self._pd()}
+
+    def _chunks(self, index: int, output: TokenOutput, includes_usage: bool) -> list[dict[str, Any]]:
+        self.writer.usage.add(output)
+        chunks = [self.writer.chunk([choice]) for choice in self.writer.chunk_choices(index, output)]
+        is_continuous = self.options is not None and bool(self.options.continuous_usage_stats)
+        if includes_usage or is_continuous:
+            for chunk in chunks:
+                chunk["usage"] = self.writer.usage.as_dict() if is_continuous else None
+        self.n_open -= output.finish_reason is not None
+        if not self.n_open and not includes_usage:
+            chunks[-1]["pd"] = self._pd()
+        return chunks
+
+    def _pd(self) -> dict[str, str]:
+        return pd_object(self.generations.route_headers)
+
+
+async def _all(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    yield first
+    async for item in rest:
+        yield item
+
+
+def pd_object(headers: Mapping[str, str]) -> dict[str, str]:
+    """What the headers of an answer say, for its body: ``{"request_id", "prefill", "room", ...}``."""
+    return {"request_id": request_id()} | {
+        name.removeprefix("x-pd-").replace("-", "_"): value for name, value in headers.items()
+    }
+
+
 class EventStream(Response):
     """A streamed answer: one server-sent event for every chunk (for None a comment), then ``[DONE]``.
 
@@ -85,10 +150,10 @@ class EventStream(Response):
         self,
         chunks: AsyncGenerator[dict[str, Any] | None],
         *,
-        headers: Mapping[str, str],
-        on_end: Callable[[], None],
+        headers: Mapping[str, str] | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._chunks = chunks
         self._on_end = on_end
@@ -99,7 +164,8 @@ class EventStream(Response):
         except ClientDisconnected:
             logger.debug("%s: the client closed its connection, the generation is aborted", scope["path"])
         finally:
-            self._on_end()
+            if self._on_end is not None:
+                self._on_end()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from server.api.errors import InvalidRequest
 from server.api.lanes import Lane, LaneLimits
 from server.api.schemas import Prompt
-from server.engine.request import EncodingJob, RequestFailed, TokenizerLike
+from server.engine.request import Backend, EncodingJob, RequestFailed
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +35,15 @@ LONG = LaneLimits(max_waiting=32)
 
 
 class PromptReader:
-    """Tokenizes, renders and decodes for one HTTP app, whose node has a context of ``max_context()`` tokens."""
+    """Tokenizes, renders and decodes for one HTTP app."""
 
-    def __init__(self, tokenizer: TokenizerLike, max_context: Callable[[], int]) -> None:
-        self._tokenizer = tokenizer
-        self._max_context = max_context
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._tokenizer = backend.tokenizer
         self._short = Lane("tokenize", SHORT)
         self._long = Lane("tokenize long", LONG)
         self._render = Lane("chat template", SHORT)
-        self._process = tokenizer.process()
+        self._process = self._tokenizer.process()
 
     async def start(self) -> None:
         """Starts the process for long texts now. If that fails, it is logged, and the first long text tries again."""
@@ -69,7 +69,7 @@ class PromptReader:
         for text in texts:
             self._check_text_length(text, field)
         for ids in given:
-            self._check_ids_length(ids, field)
+            check_prompt_length(len(ids), self._backend.max_context, field)
         encoded = iter(await self._encode(texts)) if texts else iter(())
         if given:
             n_ids = sum(map(len, given))
@@ -114,7 +114,7 @@ class PromptReader:
 
     def _check_text_length(self, text: str, field: str) -> None:
         """Refuses what cannot fit whatever its tokens are: one takes in at most so many characters."""
-        max_context, per_token = self._max_context(), self._tokenizer.chars_per_token
+        max_context, per_token = self._backend.max_context, self._tokenizer.chars_per_token
         if len(text) <= (max_context - 1) * (per_token or UNBOUNDED_CHARS_PER_TOKEN):
             return
         what = (
@@ -129,16 +129,6 @@ class PromptReader:
             code="context_length_exceeded",
         )
 
-    def _check_ids_length(self, ids: Sequence[int], field: str) -> None:
-        max_context = self._max_context()
-        if len(ids) >= max_context:
-            raise InvalidRequest(
-                field,
-                f"The prompt has {len(ids)} tokens, but the context is {max_context} tokens including at least one "
-                "generated token.",
-                code="context_length_exceeded",
-            )
-
     def _check_ids(self, prompts: Sequence[Sequence[int]], field: str) -> None:
         """Refuses what is not an id of the vocabulary. Looks at every id at the speed of C."""
         vocab_size = self._tokenizer.vocab_size
@@ -148,8 +138,22 @@ class PromptReader:
                 raise InvalidRequest(
                     field, f"{field}: element {position} of prompt {which} is not an integer token id."
                 )
-            for token_id in (min(ids), max(ids)):
-                if not 0 <= token_id < vocab_size:
-                    raise InvalidRequest(
-                        field, f"{field}: token id {token_id} is not in the vocabulary (0 to {vocab_size - 1})."
-                    )
+            check_token_id(min(ids), vocab_size, field)
+            check_token_id(max(ids), vocab_size, field)
+
+
+def check_token_id(token_id: int, vocab_size: int, field: str) -> None:
+    """:raises InvalidRequest: names an id that the vocabulary does not have."""
+    if not 0 <= token_id < vocab_size:
+        raise InvalidRequest(field, f"{field}: token id {token_id} is not in the vocabulary (0 to {vocab_size - 1}).")
+
+
+def check_prompt_length(n_tokens: int, max_context: int, field: str) -> None:
+    """:raises InvalidRequest: the prompt leaves no place for a token of the answer."""
+    if n_tokens >= max_context:
+        raise InvalidRequest(
+            field,
+            f"The prompt has {n_tokens} tokens, but the context is {max_context} tokens including at least one "
+            "generated token.",
+            code="context_length_exceeded",
+        )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from server.api.http_connections import Body, ConnectionManager
@@ -18,10 +19,10 @@ def test_a_client_that_has_just_left_does_not_hold_up_those_that_stay() -> None:
     manager = ConnectionManager(HttpLimits(max_held_body_nbytes=1 << 20), CollectorRegistry())
     gone, stays = Gone(), Gone()
     bodies = Body(nbytes=1 << 20), Body(nbytes=1 << 20)
-    assert manager.hold(gone, bodies[0]) is None
-    refusal = manager.hold(stays, bodies[1])
-    assert refusal is not None
-    assert refusal.code == "too_many_bodies"
+    manager.hold(gone, bodies[0])
+    with pytest.raises(Refusal) as refusal:
+        manager.hold(stays, bodies[1])
+    assert refusal.value.code == "too_many_bodies"
     for body in bodies:
         manager.release(body)
-    assert manager.hold(stays, Body(nbytes=1 << 19)) is None
+    manager.hold(stays, Body(nbytes=1 << 19))

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.http_limits import HttpLimits, url_too_long
+from server.api.http_limits import HttpLimits
 from server.engine.request import RequestFailed
 from tests.api.fakes import FakeBackend
 
@@ -117,7 +117,7 @@ async def test_a_refused_room_that_a_router_named_is_named(client: httpx.AsyncCl
 
 
 def test_a_refusal_before_the_request_is_read_has_an_id_of_its_own() -> None:
-    head, _, body = url_too_long(HttpLimits()).response([]).partition(b"\r\n\r\n")
+    head, _, body = HttpLimits().refusal("url_too_long").response([]).partition(b"\r\n\r\n")
     assert f"x-request-id: {json.loads(body)['error']['request_id']}\r\n".encode() in head + b"\r\n"
 
 
