@@ -25,11 +25,11 @@ from server.engine.request import (
     Backend,
     FinishReason,
     GenerationRequest,
-    RequestFailed,
     RoutedRoom,
     SamplingParams,
     TokenOutput,
 )
+from server.failure import RequestFailed
 
 
 def check_model(backend: Backend, model: str | None) -> None:
@@ -39,7 +39,6 @@ def check_model(backend: Backend, model: str | None) -> None:
             "model",
             f"The model {model!r} does not exist: this server serves {backend.model_name!r}.",
             code="model_not_found",
-            status=404,
         )
 
 

@@ -19,7 +19,8 @@ from server.api.errors import ClientDisconnected, error_body, failure_body
 from server.api.generations import Generations
 from server.api.request_id import request_id
 from server.api.schemas import StreamOptions
-from server.engine.request import RequestFailed, TokenOutput
+from server.engine.request import TokenOutput
+from server.failure import RequestFailed
 
 logger = logging.getLogger(__name__)
 
