@@ -15,7 +15,7 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from server.api.answers import Writer
-from server.api.errors import ClientDisconnected, error_body, failure_body
+from server.api.errors import ClientDisconnected, failure_body, internal_error
 from server.api.generations import Generations
 from server.api.request_id import request_id
 from server.api.schemas import StreamOptions
@@ -184,7 +184,7 @@ class EventStream(Response):
             yield _event(failure_body(failure))
         except Exception as error:
             logger.exception("a stream failed")
-            yield _event(error_body(f"Internal error: {type(error).__name__}.", status=500, code="internal_error"))
+            yield _event(failure_body(internal_error(error)))
         else:
             yield b"data: [DONE]\n\n"
 

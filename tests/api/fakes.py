@@ -12,19 +12,20 @@ from server.engine.stopping import OutputProcessor
 from server.engine.tokenizer import Tokenizer
 from server.failure import Failure, RequestFailed
 
+ANSWER = "Tom has 42 äpfel 🦊"
+
 
 @dataclass
 class Script:
     """What the next generations do."""
 
-    answer: str = "Tom has 42 äpfel 🦊"
+    answer: str = ANSWER
     answer_ids: list[int] | None = None
     """Instead of ``answer``."""
     refuse: RequestFailed | None = None
     refuse_from: int = 0
     """Index of the first submitted request that is refused."""
-    route_error: RequestFailed | None = None
-    route_hangs: bool = False
+    route_error: Exception | None = None
     n_retries: int = 0
     fail_after: int | None = None
     """Number of tokens after which the generation raises ``failure``."""
@@ -53,8 +54,6 @@ class FakeGeneration:
         self.ended = False
 
     async def route(self) -> RouteInfo:
-        if self.script.route_hangs:
-            await asyncio.Event().wait()
         await asyncio.sleep(0)
         while self.number in self.script.waiting:  # noqa: ASYNC110 - tests let them go from another thread
             await asyncio.sleep(0.005)
