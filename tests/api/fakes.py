@@ -7,7 +7,15 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.engine.request import FinishReason, GenerationRequest, RouteInfo, SamplingParams, TokenLogprob, TokenOutput
+from server.engine.request import (
+    FinishReason,
+    GenerationRequest,
+    RouteInfo,
+    SamplingParams,
+    TokenizerLike,
+    TokenLogprob,
+    TokenOutput,
+)
 from server.engine.stopping import OutputProcessor
 from server.engine.tokenizer import Tokenizer
 from server.failure import Failure, RequestFailed
@@ -100,7 +108,8 @@ class FakeBackend:
 
     def __init__(self, tokenizer: Tokenizer, role: str = "decode") -> None:
         self.role = role
-        self.tokenizer = tokenizer
+        self.tokenizer: TokenizerLike = tokenizer
+        self._real_tokenizer = tokenizer
         self.sampling_defaults = SamplingParams(max_tokens=64)
         self.script = Script()
         self.health: tuple[bool, str] = (True, "running")
@@ -112,7 +121,7 @@ class FakeBackend:
         if self.script.refuse is not None and len(self.generations) >= self.script.refuse_from:
             raise self.script.refuse
         room = None if self.first_room is None else self.first_room + len(self.generations)
-        generation = FakeGeneration(request, self.script, self.tokenizer, room, len(self.generations))
+        generation = FakeGeneration(request, self.script, self._real_tokenizer, room, len(self.generations))
         self.generations.append(generation)
         return generation
 

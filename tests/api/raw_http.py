@@ -95,7 +95,7 @@ class RawConnection(contextlib.AbstractContextManager["RawConnection"]):
             return True
 
 
-def head(method: str = "GET", path: str = "/", *, version: str = "1.1", **headers: object) -> bytes:
+def head(method: str = "GET", path: str = "/", *, version: object = "1.1", **headers: object) -> bytes:
     lines = [f"{method} {path} HTTP/{version}", "Host: test"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
@@ -126,7 +126,8 @@ class Echo:
     flood_ended: threading.Event = field(default_factory=threading.Event)
 
     def begin(self) -> None:
-        """As if it was new. Requests that wait still do so for the ``go_on`` of their time."""
+        """As if it was new. Requests that waited do not wait any more."""
+        self.go_on.set()
         vars(self).update(vars(Echo()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -69,7 +69,21 @@ async def test_wrong_field_is_a_400_that_names_it(
     assert backend.generations == []
 
 
-WRONG_PROMPTS = [None, 5, {}, True, [], [[]], [[5], []], ["a", 5], [5, "a"], [5, True], [True], [5.0], [[5], "a"]]
+WRONG_PROMPTS: list[Any] = [
+    None,
+    5,
+    {},
+    True,
+    [],
+    [[]],
+    [[5], []],
+    ["a", 5],
+    [5, "a"],
+    [5, True],
+    [True],
+    [5.0],
+    [[5], "a"],
+]
 
 
 @pytest.mark.parametrize("prompt", [*WRONG_PROMPTS, [[5, None]], [5, 400], [[5], [6, -1]], "a\ud800"])
@@ -77,9 +91,16 @@ async def test_wrong_prompt_is_a_400(client: httpx.AsyncClient, prompt: Any) -> 
     error_of(await post(client, COMPLETIONS, {"prompt": prompt}), 400)
 
 
-async def test_token_id_outside_the_vocabulary_is_named(client: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
-    error = error_of(await complete(client, prompt=[5, 4711]), 400)
-    assert f"token id 4711 is not in the vocabulary (0 to {tokenizer.vocab_size - 1})" in error["message"]
+@pytest.mark.parametrize("token_id", [4711, 10**6, -1])
+async def test_token_id_outside_the_vocabulary_is_named(
+    client: httpx.AsyncClient, tokenizer: Tokenizer, token_id: int
+) -> None:
+    error = error_of(await complete(client, prompt=[5, token_id]), 400)
+    assert f"token id {token_id} is not in the vocabulary (0 to {tokenizer.vocab_size - 1})" in error["message"]
+
+
+async def test_an_empty_prompt_among_others_is_named(client: httpx.AsyncClient) -> None:
+    assert "prompt 1 is empty" in error_of(await complete(client, prompt=[[20], []]), 400)["message"]
 
 
 async def test_prompt_of_no_tokens_is_a_400(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
 
 from server.api import create_app
 from server.api.http_limits import SMALL_BODY_NBYTES, HttpLimits
@@ -31,81 +32,76 @@ SOON_S = 0.2
 
 @dataclass
 class Served:
-    """An app behind limits. Counts are those of one test: :meth:`begin` is its start."""
+    """An app behind limits. It counts from :meth:`begin` on."""
 
     url: str
     registry: CollectorRegistry
     echo: Echo = field(default_factory=Echo)
-    counted: dict[tuple[str, str], float] = field(default_factory=dict)
+    counted_before: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     def begin(self) -> Served:
+        """For another test: nothing is left of the one before."""
         self.echo.begin()
         until(lambda: self.gauge("pd_http_connections") == 0)
-        self.counted = {}
-        for name, label in (("pd_http_refused_total", "reason"), ("pd_http_responses_total", "status")):
-            for metric in self.registry.collect():
-                for sample in metric.samples:
-                    if sample.name == name and sample.labels.get("route", "other") == "other":
-                        self.counted[name, sample.labels[label]] = sample.value
+        self.counted_before = self._counts()
         return self
 
     def connect(self) -> RawConnection:
         return RawConnection(self.url)
 
     def n_refused(self, reason: str) -> float:
-        return self._since("pd_http_refused_total", reason, {"reason": reason})
+        return self._n_new("pd_http_refused_total", reason)
 
     def n_responses(self, status: int) -> float:
         """To requests that no route has seen."""
-        return self._since("pd_http_responses_total", str(status), {"route": "other", "status": str(status)})
-
-    def _since(self, name: str, key: str, labels: dict[str, str]) -> float:
-        return (self.registry.get_sample_value(name, labels) or 0.0) - self.counted.get((name, key), 0.0)
+        return self._n_new("pd_http_responses_total", "other", str(status))
 
     def gauge(self, name: str) -> float | None:
         return self.registry.get_sample_value(name)
+
+    def _n_new(self, *counter: str) -> float:
+        return self._counts().get(counter, 0.0) - self.counted_before.get(counter, 0.0)
+
+    def _counts(self) -> dict[tuple[str, ...], float]:
+        """By name and labels."""
+        samples = (sample for metric in self.registry.collect() for sample in metric.samples)
+        return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+
+    def wait_until_held(self, nbytes: int) -> None:
+        until(lambda: self.gauge("pd_http_held_body_bytes") == nbytes)
 
 
 Serve = Callable[[HttpLimits], Served]
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[Serve]:
-    """A server with an :class:`Echo` for each limits that a test asks for; they are kept, since each takes its time to
-    end.
-    """
+def served() -> Iterator[Serve]:
+    """Gives an :class:`Echo` behind these limits. Servers are kept for later tests: each takes its time to end."""
     kept: dict[HttpLimits, Served] = {}
     with contextlib.ExitStack() as stack:
 
         def server_of(limits: HttpLimits) -> Served:
             if limits not in kept:
-                registry, echo = CollectorRegistry(), Echo()
-                url = stack.enter_context(http_server_thread(echo, registry, limits))
-                kept[limits] = Served(url, registry, echo)
-            return kept[limits]
+                kept[limits] = stack.enter_context(serving(Echo(), limits))
+            return kept[limits].begin()
 
         yield server_of
+        for node in kept.values():
+            node.echo.go_on.set()
 
 
-@pytest.fixture
-def served(servers: Serve) -> Iterator[Serve]:
-    """The server of these limits, as if it was new."""
-    used: list[Served] = []
-
-    def begun(limits: HttpLimits) -> Served:
-        used.append(servers(limits).begin())
-        return used[-1]
-
-    yield begun
-    for node in used:
-        node.echo.go_on.set()
+@contextlib.contextmanager
+def serving(app: ASGIApp, limits: HttpLimits, registry: CollectorRegistry | None = None) -> Iterator[Served]:
+    registry = registry or CollectorRegistry()
+    with http_server_thread(app, registry, limits) as url:
+        yield Served(url, registry, app if isinstance(app, Echo) else Echo())
 
 
 @pytest.fixture(scope="module")
 def keyed_node(tokenizer: Tokenizer) -> Iterator[tuple[Served, FakeBackend]]:
     registry, backend = CollectorRegistry(), FakeBackend(tokenizer)
-    with http_server_thread(create_app(backend, registry, api_key=KEY), registry, SMALL) as url:
-        yield Served(url, registry), backend
+    with serving(create_app(backend, registry, api_key=KEY), SMALL, registry) as node:
+        yield node, backend
 
 
 @pytest.fixture
@@ -114,12 +110,6 @@ def keyed(keyed_node: tuple[Served, FakeBackend]) -> Iterator[Served]:
     node, backend = keyed_node
     yield node.begin()
     assert backend.requests == []
-
-
-@contextlib.contextmanager
-def serving(app: FastAPI, registry: CollectorRegistry, limits: HttpLimits) -> Iterator[Served]:
-    with http_server_thread(app, registry, limits) as url:
-        yield Served(url, registry)
 
 
 HEADERS = [b"a%d: b\r\n" % i for i in range(30)]
@@ -203,14 +193,14 @@ def test_a_client_that_is_still_sending_gets_the_answer(served: Serve) -> None:
 
 
 def test_a_large_body_is_a_413(app: FastAPI, registry: CollectorRegistry, backend: FakeBackend) -> None:
-    with serving(app, registry, replace(HttpLimits(), max_body_nbytes=100_000)) as node:
+    with serving(app, replace(HttpLimits(), max_body_nbytes=100_000), registry) as node:
         answer = httpx.post(f"{node.url}/v1/completions", json={"prompt": "x" * 100_001}, timeout=ANSWERED_WITHIN_S)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
     assert backend.requests == []
 
 
 def test_a_refused_body_is_a_client_that_went_away_to_the_app(app: FastAPI, registry: CollectorRegistry) -> None:
-    with serving(app, registry, SMALL) as node:
+    with serving(app, SMALL, registry) as node:
         sent = [chunk(b"x" * 6000)] * 2
         answer = httpx.post(f"{node.url}/v1/completions", content=iter(sent), timeout=ANSWERED_WITHIN_S)
         assert answer.status_code == 413
@@ -221,10 +211,10 @@ def test_a_client_that_goes_in_the_middle_of_a_body_leaves_nothing(app: FastAPI,
     gc.collect()
     gc.disable()  # what it would come by for is here for ever
     try:
-        with serving(app, registry, HttpLimits()) as node:
+        with serving(app, HttpLimits(), registry) as node:
             with node.connect() as connection:
                 connection.send(head("POST", "/v1/completions", Content_Length=100_000) + bytes(90_000))
-                until(lambda: node.gauge("pd_http_held_body_bytes") == 90_000 - SMALL_BODY_NBYTES)
+                node.wait_until_held(90_000 - SMALL_BODY_NBYTES)
             until(lambda: node.n_responses(499) == 1)
         assert [kept for kept in gc.get_objects() if type(kept) is ClientDisconnect] == []
     finally:
@@ -334,7 +324,7 @@ def test_of_too_many_large_bodies_the_slowest_is_refused(served: Serve) -> None:
         for i in range(2):
             slow.append(stack.enter_context(node.connect()))
             slow[i].send(head("POST", Content_Length=LARGE + 1) + bytes(LARGE))
-            until(lambda n=i + 1: node.gauge("pd_http_held_body_bytes") == n * 100_000)
+            node.wait_until_held((i + 1) * 100_000)
         assert stack.enter_context(node.connect()).send(post(bytes(SMALL_BODY_NBYTES))).answer().status == 200
         quick = stack.enter_context(node.connect())
         assert quick.send(post(bytes(LARGE))).answer().seen["nbytes"] == LARGE
@@ -351,12 +341,12 @@ def test_a_body_counts_until_its_request_is_over(served: Serve) -> None:
         for i in range(2):
             body = head("POST", "/wait", Content_Length=LARGE) + bytes(LARGE)
             stack.enter_context(node.connect()).send(body)
-            until(lambda n=i + 1: node.gauge("pd_http_held_body_bytes") == n * 100_000)
+            node.wait_until_held((i + 1) * 100_000)
         answer = stack.enter_context(node.connect()).send(post(bytes(LARGE))).answer()
         assert (answer.status, answer.error["code"]) == (503, "too_many_bodies")
         assert stack.enter_context(node.connect()).send(post(bytes(1000))).answer().status == 200
         node.echo.go_on.set()
-        until(lambda: node.gauge("pd_http_held_body_bytes") == 0)
+        node.wait_until_held(0)
         assert stack.enter_context(node.connect()).send(post(bytes(LARGE))).answer().status == 200
 
 
@@ -364,10 +354,10 @@ def test_the_body_of_a_request_that_waits_behind_another_counts_from_its_first_b
     node = served(HOLDING)
     with node.connect() as connection:
         connection.send(head(path="/wait") + post(bytes(1000)))
-        until(lambda: node.gauge("pd_http_held_body_bytes") == 1000)
+        node.wait_until_held(1000)
         node.echo.go_on.set()
         assert [connection.answer().seen["nbytes"] for _ in range(2)] == [0, 1000]
-        until(lambda: node.gauge("pd_http_held_body_bytes") == 0)
+        node.wait_until_held(0)
 
 
 def test_clients_that_go_away_hold_nothing(served: Serve) -> None:
@@ -375,9 +365,9 @@ def test_clients_that_go_away_hold_nothing(served: Serve) -> None:
     with node.connect() as first, node.connect() as second:
         first.send(head("POST", Content_Length=LARGE + 1) + bytes(LARGE))
         second.send(head(path="/wait") + post(bytes(LARGE)))  # the second one never begins
-        until(lambda: node.gauge("pd_http_held_body_bytes") == 100_000 + LARGE)
+        node.wait_until_held(100_000 + LARGE)
     node.echo.go_on.set()
-    until(lambda: node.gauge("pd_http_held_body_bytes") == 0)
+    node.wait_until_held(0)
     until(lambda: node.gauge("pd_http_connections") == 0)
 
 

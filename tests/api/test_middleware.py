@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import openai
@@ -71,7 +72,8 @@ async def test_a_body_too_large_is_not_read_for_a_stranger(client: httpx.AsyncCl
 
 
 async def test_the_openai_client_sends_it(client: httpx.AsyncClient) -> None:
-    asking = openai.AsyncOpenAI(base_url="http://test/v1", api_key=KEY, http_client=client)
+    http_client: Any = client  # the package is written for a copy of httpx
+    asking = openai.AsyncOpenAI(base_url="http://test/v1", api_key=KEY, http_client=http_client)
     assert (await asking.completions.create(model="tiny", prompt="Hello", max_tokens=3)).choices
     with pytest.raises(openai.AuthenticationError, match="Incorrect API key"):
         await asking.with_options(api_key="sk-wrong-wrong").models.list()

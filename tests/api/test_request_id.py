@@ -48,7 +48,7 @@ async def test_every_path_draws_one_where_the_client_has_none(client: httpx.Asyn
 async def test_only_harmless_characters_are_kept_and_not_too_many(
     client: httpx.AsyncClient, sent: bytes, kept: str
 ) -> None:
-    answer = await client.get("/health", headers={"x-request-id": sent})
+    answer = await client.get("/health", headers={b"x-request-id": sent})
     assert answer.headers["x-request-id"] == kept
 
 

@@ -18,7 +18,7 @@ from server.api.http_limits import HttpLimits
 from server.api.streaming import StreamTimes
 from server.failure import Failure, RequestFailed
 from tests.api.fakes import ANSWER, FakeBackend
-from tests.api.harness import COMPLETIONS, HELLO, MINIMAL, WITHIN_S, until
+from tests.api.harness import COMPLETIONS, MINIMAL, WITHIN_S, until
 from tests.api.raw_http import RawConnection, post_json
 from tests.support.http import http_server_thread
 
@@ -70,7 +70,7 @@ def test_a_sample_streams_while_others_wait(server_url: str, backend: FakeBacken
     with streamed(server_url, n=3) as stream:
         assert stream.response.status_code == 200
         assert not [name for name in stream.response.headers if name.startswith("x-pd-")], "not all of it is known"
-        begun = []
+        begun: list[Any] = []
         while not begun or begun[-1]["choices"][0]["finish_reason"] is None:
             begun.append(json.loads(stream.line().removeprefix("data: ")))
         assert texts(begun) == {0: ANSWER}
@@ -194,7 +194,7 @@ def test_text_that_is_held_back_for_long_is_no_silence(server_url: str, backend:
 def test_openais_client_skips_comments(server_url: str, backend: FakeBackend) -> None:
     backend.script.waiting = {0}
     with openai.OpenAI(base_url=f"{server_url}/v1", api_key="none", max_retries=0, timeout=WITHIN_S) as client:
-        stream = client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+        stream = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], stream=True)
         threading.Timer(10 * HASTY.comment_s, backend.script.waiting.clear).start()
         chunks = list(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER

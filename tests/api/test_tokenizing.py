@@ -86,7 +86,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tokenizer(directory: Path) -> Iterator[Watched]:  # type: ignore[override]
+def tokenizer(directory: Path) -> Iterator[Watched]:
     tokenizer = Watched.load(directory)
     assert isinstance(tokenizer, Watched)
     tokenizer.watch()
