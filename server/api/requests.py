@@ -17,8 +17,8 @@ from server.api.answers import Answer, Usage, Writer
 from server.api.errors import InvalidRequest
 from server.api.generations import Generations
 from server.api.routed_rooms import MAX_GENERATIONS, routed_rooms
-from server.api.schemas import GenerationFields
-from server.api.streaming import Chunks, EventStream, StreamTimes, pd_object, until_disconnect
+from server.api.schemas import GenerationFields, StreamOptions
+from server.api.streaming import EventStream, StreamTimes, chunks_of, pd_object, until_disconnect
 from server.api.tokenizing import check_prompt_length, check_token_id
 from server.engine.request import (
     PREFILL_ROLE,
@@ -102,9 +102,10 @@ async def serve(
             else generations.outputs_and_pauses(times.head_s, times.comment_s)
         )
         first = await until_disconnect(request.receive, anext(items))
-        chunks = Chunks(generations, len(requests), body.stream_options, writer, times.comment_s)
+        options = body.stream_options or StreamOptions()
+        chunks = chunks_of(first, items, generations, len(requests), writer, options, times.comment_s)
         on_end = None if is_at_prefill else generations.abort
-        return EventStream(chunks.made_of(first, items), headers=generations.route_headers, on_end=on_end)
+        return EventStream(chunks, headers=generations.route_headers, on_end=on_end)
     except BaseException as error:
         generations.abort()
         is_event = body.stream and requests[0].routed is not None and not is_at_prefill

@@ -55,7 +55,7 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
 
     :raises ClientDisconnected: the client went first.
     """
-    task = asyncio.create_task(_awaited(work))
+    task = asyncio.ensure_future(work)
     watcher = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
@@ -68,60 +68,46 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def _awaited(work: Awaitable[T]) -> T:
-    return await work
-
-
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-@dataclass
-class Chunks:
-    """The chunks of one stream. ``n_open`` generations have not ended yet."""
-
-    generations: Generations
-    n_open: int
-    options: StreamOptions | None
-    writer: Writer
-    silence_s: float
-
-    async def made_of(
-        self, first: tuple[int, TokenOutput] | None, rest: AsyncGenerator[tuple[int, TokenOutput] | None]
-    ) -> AsyncGenerator[dict[str, Any] | None]:
-        """The chunks for these outputs, and the usage chunk (without choices) where it was asked for. None stands for a
-        comment: where nothing came, and where what came had nothing to say for ``silence_s``.
-        """
-        spoke_at = time.monotonic()
-        includes_usage = self.options is not None and bool(self.options.include_usage)
-        async with aclosing(rest):
-            async for item in _all(first, rest):
-                chunks = [] if item is None else self._chunks(*item, includes_usage)
-                for chunk in chunks:
-                    yield chunk
-                if not chunks:
-                    if item is not None and time.monotonic() - spoke_at < self.silence_s:
-                        continue
-                    yield None
-                spoke_at = time.monotonic()
-        if includes_usage:
-            yield self.writer.chunk([]) | {"usage": self.writer.usage.as_dict(), "pd": self._pd()}
-
-    def _chunks(self, index: int, output: TokenOutput, includes_usage: bool) -> list[dict[str, Any]]:
-        self.writer.usage.add(output)
-        chunks = [self.writer.chunk([choice]) for choice in self.writer.chunk_choices(index, output)]
-        is_continuous = self.options is not None and bool(self.options.continuous_usage_stats)
-        if includes_usage or is_continuous:
+async def chunks_of(
+    first: tuple[int, TokenOutput] | None,
+    rest: AsyncGenerator[tuple[int, TokenOutput] | None],
+    generations: Generations,
+    n_open: int,
+    writer: Writer,
+    options: StreamOptions,
+    silence_s: float,
+) -> AsyncGenerator[dict[str, Any] | None]:
+    """The chunks for these outputs of ``n_open`` generations, and the usage chunk (without choices) where it was asked
+    for. None stands for a comment: where nothing came, and where what came had nothing to say for ``silence_s``.
+    """
+    spoke_at = time.monotonic()
+    async with aclosing(rest):
+        async for item in _all(first, rest):
+            chunks = []
+            if item is not None:
+                index, output = item
+                writer.usage.add(output)
+                chunks = [writer.chunk([choice]) for choice in writer.chunk_choices(index, output)]
+                if options.include_usage or options.continuous_usage_stats:
+                    for chunk in chunks:
+                        chunk["usage"] = writer.usage.as_dict() if options.continuous_usage_stats else None
+                n_open -= output.finish_reason is not None
+                if not n_open and not options.include_usage:
+                    chunks[-1]["pd"] = pd_object(generations.route_headers)
             for chunk in chunks:
-                chunk["usage"] = self.writer.usage.as_dict() if is_continuous else None
-        self.n_open -= output.finish_reason is not None
-        if not self.n_open and not includes_usage:
-            chunks[-1]["pd"] = self._pd()
-        return chunks
-
-    def _pd(self) -> dict[str, str]:
-        return pd_object(self.generations.route_headers)
+                yield chunk
+            if not chunks:
+                if item is not None and time.monotonic() - spoke_at < silence_s:
+                    continue
+                yield None
+            spoke_at = time.monotonic()
+    if options.include_usage:
+        yield writer.chunk([]) | {"usage": writer.usage.as_dict(), "pd": pd_object(generations.route_headers)}
 
 
 async def _all(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:

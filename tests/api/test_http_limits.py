@@ -16,7 +16,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from server.api import create_app
-from server.api.http_limits import SMALL_BODY_NBYTES, HttpLimits
+from server.api.http_connections import Body, ConnectionManager
+from server.api.http_limits import SMALL_BODY_NBYTES, HttpLimits, Refusal
 from server.engine.tokenizer import Tokenizer
 from tests.api.fakes import FakeBackend
 from tests.api.harness import until
@@ -369,6 +370,27 @@ def test_clients_that_go_away_hold_nothing(served: Serve) -> None:
     node.echo.go_on.set()
     node.wait_until_held(0)
     until(lambda: node.gauge("pd_http_connections") == 0)
+
+
+class Gone:
+    """A connection whose client has just left: nothing can be told to it, and it is not closed yet."""
+
+    def refuse(self, refusal: Refusal) -> None: ...
+
+    def give_way(self) -> None: ...
+
+
+def test_a_client_that_has_just_left_does_not_hold_up_those_that_stay() -> None:
+    manager = ConnectionManager(HttpLimits(max_held_body_nbytes=1 << 20), CollectorRegistry())
+    gone, stays = Gone(), Gone()
+    bodies = Body(nbytes=1 << 20), Body(nbytes=1 << 20)
+    manager.hold(gone, bodies[0])
+    with pytest.raises(Refusal) as refusal:
+        manager.hold(stays, bodies[1])
+    assert refusal.value.code == "too_many_bodies"
+    for body in bodies:
+        manager.release(body)
+    manager.hold(stays, Body(nbytes=1 << 19))
 
 
 # Clients that do not read

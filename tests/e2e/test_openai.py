@@ -180,5 +180,6 @@ async def test_sixty_four_at_once_on_two_slots_equal_the_local_answers(
     await asyncio.to_thread(pair.wait_all_free)
 
 
-def _wide_open() -> httpx.AsyncClient:
+def _wide_open() -> Any:
+    """A client of ``httpx``; the package is typed for a copy of it."""
     return httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=100)
