@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 
 from server.api.request_id import HEADER, current_request
@@ -150,14 +151,13 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return error_response(body, error.status_code, _with_head(error.headers))
 
 
-def _with_head(headers: Mapping[str, str] | None) -> dict[str, str]:
+def _with_head(headers: Mapping[str, str] | None) -> Mapping[str, str]:
     """``headers``, where what may be asked for with GET may be with HEAD."""
-    told = dict(headers or {})
-    methods = [method.strip() for name, value in told.items() if name.lower() == "allow" for method in value.split(",")]
+    both = MutableHeaders(headers or {})
+    methods = [method.strip() for method in both.get("allow", "").split(",")]
     if "GET" in methods:
-        told = {name: value for name, value in told.items() if name.lower() != "allow"}
-        told["allow"] = ", ".join(dict.fromkeys([*methods, "HEAD"]))
-    return told
+        both["allow"] = ", ".join(dict.fromkeys([*methods, "HEAD"]))
+    return both
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:

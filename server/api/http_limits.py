@@ -1,4 +1,4 @@
-"""What one HTTP client may cost: the limits, and what the client is told at each."""
+"""What one HTTP client may cost: the limits, and the answer at each."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._cancel_deadline()
         self._cancel_write_deadline()
-        if self._running is not None:  # uvicorn tells only the last of several requests
+        if self._running is not None:  # uvicorn notifies only the last of several requests
             self._running.disconnected = True
             self._running.message_event.set()
         self.pipeline.clear()
