@@ -43,7 +43,7 @@ class Served:
     def begin(self) -> Served:
         """For another test: nothing is left of the one before."""
         self.echo.begin()
-        until(lambda: self.gauge("pd_http_connections") == 0)
+        until(lambda: self.gauge("pd_http_connections") == self.gauge("pd_http_held_body_bytes") == 0)
         self.counted_before = self._counts()
         return self
 
