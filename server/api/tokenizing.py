@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from server.api.errors import InvalidRequest
 from server.api.lanes import Lane, Lanes
 from server.api.schemas import Prompt
-from server.engine.request import Backend, EncodingJob
+from server.engine.request import Backend
+from server.engine.tokenizer_process import EncodingJob
 from server.failure import RequestFailed
 
 log = logging.getLogger(__name__)

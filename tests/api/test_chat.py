@@ -9,11 +9,7 @@ import pytest
 from server.engine.tokenizer import Tokenizer
 from tests.api.fakes import ANSWER, FakeBackend
 from tests.api.harness import CHAT, HELLO, RESERVED, backend_of, chat, client_of, complete, error_of, events
-
-
-def rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any) -> tuple[int, ...]:
-    """The ids of a conversation by the tokenizer itself."""
-    return tuple(tokenizer.encode_rendered(tokenizer.render_chat(messages, {}, **options)))
+from tests.support.chat import chat_ids
 
 
 async def test_answers_a_conversation(client: httpx.AsyncClient, backend: FakeBackend, tokenizer: Tokenizer) -> None:
@@ -22,15 +18,15 @@ async def test_answers_a_conversation(client: httpx.AsyncClient, backend: FakeBa
     [choice] = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": ANSWER, "refusal": None}
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
-    assert backend.requests[0].prompt_ids == rendered(tokenizer, HELLO)
+    assert list(backend.requests[0].prompt_ids) == chat_ids(tokenizer, HELLO)
     assert body["usage"]["prompt_tokens"] == len(backend.requests[0].prompt_ids)
 
 
 async def test_content_may_be_text_parts(client: httpx.AsyncClient, backend: FakeBackend, tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "How"}, {"type": "text", "text": "many?"}]
     await chat(client, messages=[{"role": "user", "content": parts}])
-    expected = rendered(tokenizer, [{"role": "user", "content": "How\nmany?"}])
-    assert backend.requests[0].prompt_ids == expected
+    expected = chat_ids(tokenizer, [{"role": "user", "content": "How\nmany?"}])
+    assert list(backend.requests[0].prompt_ids) == expected
 
 
 async def test_assistant_message_may_have_no_content(client: httpx.AsyncClient) -> None:
@@ -69,7 +65,7 @@ async def test_template_kwargs(client: httpx.AsyncClient, backend: FakeBackend, 
     await chat(client, chat_template_kwargs={"thinking": True})
     assert tokenizer.decode(list(backend.requests[0].prompt_ids)).endswith("think")
     await chat(client, add_generation_prompt=False)
-    assert backend.requests[1].prompt_ids == rendered(tokenizer, HELLO, add_generation_prompt=False)
+    assert list(backend.requests[1].prompt_ids) == chat_ids(tokenizer, HELLO, add_generation_prompt=False)
 
 
 @pytest.mark.parametrize(

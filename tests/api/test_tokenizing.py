@@ -20,52 +20,42 @@ from prometheus_client import CollectorRegistry
 from server.api import create_app
 from server.api.lanes import Lane, LaneLimits, Lanes
 from server.api.tokenizing import INLINE_CHARS, THREAD_CHARS
-from server.engine.request import EncoderProcess, EncodingJob
 from server.engine.tokenizer import Tokenizer
-from server.engine.tokenizer_process import TokenizerProcess
+from server.engine.tokenizer_process import EncodingJob, TokenizerProcess
 from tests.api.byte_bpe import write_tokenizer_dir
 from tests.api.fakes import FakeBackend
 from tests.api.harness import COMPLETIONS, WITHIN_S, chat, client_of, complete, error_of, until_async
 from tests.api.raw_http import RawConnection, post_json
+from tests.support.chat import chat_ids
 
 SHORT, MIDDLE, LONG = "How many?", "Tom has 12 " * 1000, "Tom has 12 " * 8000
 
 
-class WatchedProcess:
+class WatchedProcess(TokenizerProcess):
     """``started`` is set when it is ready, ``begun`` when it is to have a text."""
 
-    def __init__(self, process: TokenizerProcess) -> None:
-        self.process = process
+    def __init__(self, settings: str) -> None:
+        super().__init__(settings)
         self.started, self.begun = threading.Event(), threading.Event()
 
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
-
     def start(self) -> None:
-        self.process.start()
+        super().start()
         self.started.set()
 
     def encode(self, job: EncodingJob) -> list[list[int]]:
-        self.begun.set()
-        return self.process.encode(job)
-
-    def cancel(self, job: EncodingJob) -> None:
-        self.process.cancel(job)
-
-    def close(self) -> None:
-        self.process.close()
+        if job.texts:
+            self.begun.set()
+        return super().encode(job)
 
 
 class Watched(Tokenizer):
     """Says what it was asked to tokenize or render, and hands out one process."""
 
-    def watch(self) -> None:
+    def watch(self, settings: str) -> None:
         self.seen: list[Any] = []
         self.gate = threading.Event()
         self.gate.set()
-        self.encoder = WatchedProcess(super().process())
+        self.encoder = WatchedProcess(settings)
 
     def encode(self, text: str) -> list[int]:
         self.seen.append(text)
@@ -76,7 +66,7 @@ class Watched(Tokenizer):
         self.seen.append(messages)
         return super().render_chat(messages, variables, **options)
 
-    def process(self) -> EncoderProcess:  # type: ignore[override]
+    def process(self) -> TokenizerProcess:
         return self.encoder
 
 
@@ -89,7 +79,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokenizer(directory: Path) -> Iterator[Watched]:
     tokenizer = Watched.load(directory)
     assert isinstance(tokenizer, Watched)
-    tokenizer.watch()
+    tokenizer.watch((directory / "tokenizer.json").read_text())
     yield tokenizer
     tokenizer.gate.set()
     tokenizer.encoder.close()
@@ -111,8 +101,10 @@ def app(backend: FakeBackend, registry: CollectorRegistry) -> FastAPI:
 async def stuck(tokenizer: Watched) -> int:
     """The process for long texts stands still."""
     await asyncio.get_running_loop().run_in_executor(None, tokenizer.encoder.start)
-    os.kill(tokenizer.encoder.pid, signal.SIGSTOP)
-    return tokenizer.encoder.pid
+    pid = tokenizer.encoder.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    return pid
 
 
 def is_running(pid: int) -> bool:
@@ -131,8 +123,7 @@ async def test_ids_are_the_same_in_every_lane(
     messages = [{"role": "user", "content": text}]
     assert (await chat(client, messages=messages, max_tokens=1)).status_code == 200
     assert backend.requests[0].prompt_ids == tuple(tokenizer.encode(text))
-    conversation = tokenizer.render_chat(messages, {})
-    assert backend.requests[1].prompt_ids == tuple(tokenizer.encode_rendered(conversation))
+    assert backend.requests[1].prompt_ids == tuple(chat_ids(tokenizer, messages))
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
@@ -249,6 +240,7 @@ async def test_a_process_that_dies_fails_its_own_text_only(
 def test_a_client_that_goes_away_ends_the_work(server_url: str, tokenizer: Watched, backend: FakeBackend) -> None:
     assert tokenizer.encoder.started.wait(WITHIN_S)
     pid = tokenizer.encoder.pid
+    assert pid is not None
     os.kill(pid, signal.SIGSTOP)
 
     while is_running(pid):  # a client that leaves before the process has its text has nothing to end
