@@ -26,7 +26,7 @@ class RequestError(Exception):
     """One request was answered by an error, or not to its end."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answer:
     """One answer and its clock: times in seconds since the request was sent.
 
@@ -42,8 +42,26 @@ class Answer:
     completion_tokens: int = 0
     draft_steps: int = 0
     accepted: int = 0
-    chunk_times_s: tuple[float, ...] = ()
+    chunk_times_s: list[float] = field(default_factory=list)
     total_s: float = 0.0
+
+    def add(self, event: dict[str, Any], now_s: float) -> None:
+        """Takes one event of the stream."""
+        for choice in event.get("choices") or []:
+            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            if text:
+                self.text += text
+                self.chunk_times_s.append(now_s)
+        # what the head of the stream could not say yet, if it went out before the prompt was computed
+        pd = event.get("pd") or {}
+        self.prefill, self.room = pd.get("prefill") or self.prefill, pd.get("room") or self.room
+        if usage := event.get("usage"):
+            drafts = usage.get("completion_tokens_details") or {}
+            self.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+            self.completion_tokens = int(usage.get("completion_tokens") or 0)
+            self.draft_steps = int(drafts.get("draft_steps") or 0)
+            self.accepted = int(drafts.get("accepted_prediction_tokens") or 0)
 
     @property
     def ttft_s(self) -> float | None:
@@ -61,18 +79,6 @@ class Answer:
     def itl_s(self) -> tuple[float, ...]:
         """Gaps between chunks with text (one chunk may carry several tokens)."""
         return tuple(b - a for a, b in zip(self.chunk_times_s, self.chunk_times_s[1:], strict=False))
-
-
-@dataclass
-class _Stream:
-    """What has arrived of one answer."""
-
-    texts: list[str] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    usage: dict[str, Any] = field(default_factory=dict)
-    pd: dict[str, str] = field(default_factory=dict)
-    """What the head of the stream could not say yet, if it went out before the prompt was computed."""
 
 
 @dataclass(frozen=True)
@@ -168,38 +174,25 @@ def ask_bundled_model(
 async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str | list[dict[str, str]]) -> Answer:
     """Asks once and reads the stream to its end."""
     started = time.perf_counter()
-    stream = _Stream()
-    headers: httpx.Headers | None = None
-    error: str | None = None
+    answer = Answer()
     try:
         async with (
             asyncio.timeout(endpoint.timeout_s),
             client.stream("POST", endpoint.url, json=endpoint.body(prompt), headers=endpoint.headers) as response,
         ):
-            headers = response.headers
+            answer.prefill, answer.room = response.headers.get("x-pd-prefill"), response.headers.get("x-pd-room")
             async for event in events_of(response):
-                _take(stream, event, time.perf_counter() - started)
+                answer.add(event, time.perf_counter() - started)
     except TimeoutError:
-        error = f"no complete answer within {endpoint.timeout_s:g} s"
+        answer.error = f"no complete answer within {endpoint.timeout_s:g} s"
     except RequestError as failed:
-        error = str(failed)
+        answer.error = str(failed)
     except httpx.TransportError as lost:
-        error = f"connection lost: {_reason(lost)}"
-        await _check_alive(client, endpoint, error)
-    drafts = stream.usage.get("completion_tokens_details") or {}
-    return Answer(
-        text="".join(stream.texts),
-        error=error,
-        finish_reason=stream.finish_reason,
-        prefill=stream.pd.get("prefill") or (headers.get("x-pd-prefill") if headers else None),
-        room=stream.pd.get("room") or (headers.get("x-pd-room") if headers else None),
-        prompt_tokens=int(stream.usage.get("prompt_tokens") or 0),
-        completion_tokens=int(stream.usage.get("completion_tokens") or len(stream.times_s)),
-        draft_steps=int(drafts.get("draft_steps") or 0),
-        accepted=int(drafts.get("accepted_prediction_tokens") or 0),
-        chunk_times_s=tuple(stream.times_s),
-        total_s=time.perf_counter() - started,
-    )
+        answer.error = f"connection lost: {_reason(lost)}"
+        await _check_alive(client, endpoint, answer.error)
+    answer.completion_tokens = answer.completion_tokens or len(answer.chunk_times_s)
+    answer.total_s = time.perf_counter() - started
+    return answer
 
 
 async def events_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -222,17 +215,6 @@ async def events_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             raise RequestError(f"error in the stream: {_error_text(data.encode())}")
         yield event
     raise RequestError("the stream ended without [DONE]")
-
-
-def _take(stream: _Stream, event: dict[str, Any], now_s: float) -> None:
-    stream.usage = event.get("usage") or stream.usage
-    stream.pd = event.get("pd") or stream.pd
-    for choice in event.get("choices") or []:
-        text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-        stream.finish_reason = choice.get("finish_reason") or stream.finish_reason
-        if text:
-            stream.texts.append(text)
-            stream.times_s.append(now_s)
 
 
 async def _check_alive(client: httpx.AsyncClient, endpoint: Endpoint, after: str) -> None:
