@@ -11,11 +11,11 @@ from typing import Any
 
 import benchmark.main as bench
 import demo.main as demo
-import faults
-import faults_matrix
-import fuzz
+import fault_cases.main as faults
+import fault_cases.matrix as faults_matrix
+import fuzzing.main as fuzz
 import pytest
-import soak
+import soaking.main as soak
 from evaluation import gsm8k, knockout
 
 from server.cache.layout import ArenaLayout

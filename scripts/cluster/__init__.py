@@ -7,7 +7,7 @@ from cluster.node import BIN, LOGS, ROOT, ClusterFailed, Node, Resources
 from cluster.nodes import Cluster, Pair
 from cluster.ports import HOST, PortTaken, free_port, free_ports, require_free_port
 from cluster.signals import StopRequested, StopSignals
-from cluster.wait import nothing_left, until
+from cluster.wait import nothing_left, until, until_async
 
 __all__ = [
     "BIN",
@@ -27,4 +27,5 @@ __all__ = [
     "nothing_left",
     "require_free_port",
     "until",
+    "until_async",
 ]

@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 
+VOCABULARY = range(3, 500)
+"""Token ids that prompts are made of: no special ones."""
 RECONNECT_S, RECONNECT_FOR_S = 0.2, 150.0
 """A client that finds nobody tries again every so often, for longer than a node may take to start."""
 
@@ -23,6 +25,11 @@ class Question:
     path: str
     body: dict[str, Any] = field(hash=False)
     status: int = 200
+
+    @property
+    def shown(self) -> str:
+        text = json.dumps(self.body)
+        return f"{self.path} {text if len(text) < 400 else text[:400] + '...'}"
 
 
 class End(enum.StrEnum):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from signal import SIGTERM
 from typing import Self
@@ -37,6 +39,15 @@ class Cluster:
         finally:
             self.stop()
 
+    @asynccontextmanager
+    async def started(self) -> AsyncIterator[Self]:
+        """The nodes, which are not awaited; ended on every way out, while the loop goes on (a relay may be in it)."""
+        try:
+            self.start()
+            yield self
+        finally:
+            await asyncio.to_thread(self.stop)
+
     def start(self) -> None:
         """Starts all. A stop signal meanwhile is raised once every process is known, so that none is left behind."""
         with StopSignals.deferred():
@@ -64,6 +75,13 @@ class Cluster:
     def held(self) -> list[str]:
         """What the nodes hold for requests, in words."""
         return [what for node in self.nodes for what in node.held()]
+
+    def totals(self, name: str) -> Counter[tuple[str, ...]]:
+        """The counters called ``name``, all nodes together, by the values of their labels in order of their names."""
+        found: Counter[tuple[str, ...]] = Counter()
+        for node in self.nodes:
+            found.update({labels: int(value) for labels, value in node.samples(name).items()})
+        return found
 
     def wait_all_free(self, timeout_s: float = FREE_S) -> None:
         until(lambda: all(node.all_free() for node in self.nodes), timeout_s, "every slot and page is free")

@@ -68,6 +68,10 @@ class ControlRelay:
         return len(self._granted)
 
     @property
+    def connected(self) -> bool:
+        return bool(self._writers) and not any(writer.is_closing() for writer in self._writers.values())
+
+    @property
     def address(self) -> str:
         if self._server is None:
             raise RuntimeError("the relay is not started")
@@ -92,11 +96,10 @@ class ControlRelay:
 
     def send(self, passed: Passed) -> None:
         """Sends a message, now, between those of the connection; without one, first over the next connection."""
-        writer = self._writers.get(passed.to)
-        if writer is None or writer.is_closing():
-            self._waiting[passed.to].append(passed.frame)
+        if self.connected:
+            self._writers[passed.to].write(passed.frame)
         else:
-            writer.write(passed.frame)
+            self._waiting[passed.to].append(passed.frame)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

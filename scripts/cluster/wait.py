@@ -38,3 +38,11 @@ async def nothing_left(look: Callable[[], Sequence[str]], timeout_s: float) -> t
         if not left or time.monotonic() - started > timeout_s:
             return left, time.monotonic() - started
         await asyncio.sleep(POLL_S)
+
+
+async def until_async(condition: Callable[[], object], timeout_s: float, what: str) -> float:
+    """As :func:`until`, with ``condition`` in a thread."""
+    left, seconds = await nothing_left(lambda: [] if condition() else [what], timeout_s)
+    if left:
+        raise TimeoutError(f"not within {timeout_s:g} s: {'; '.join(left)}")
+    return seconds
