@@ -30,9 +30,8 @@ from cluster import (
     require_free_port,
 )
 from cluster.asking import End, Question, ask
-from evaluation.questions import BUNDLED, STOP, Problem, completion_prompt, load_problems, pick_shots
+from evaluation.questions import STOP, Problem, bundled_questions
 
-N_SHOTS = 4
 MODEL = ROOT / "server" / "assets" / "tiny-dsv4"
 DRAIN_S = 3.0
 """Ctrl-C lets an answer go on for this long: somebody waits for the prompt of the shell."""
@@ -145,9 +144,7 @@ def prove(nodes: Cluster, decode: Node, prompt: str) -> Proof:
 
 def far_problem() -> tuple[Problem, str]:
     """A bundled question whose fact lies outside the sliding window, and its few-shot prompt."""
-    problems = load_problems(BUNDLED / "test.jsonl")
-    problem = next((p for p in problems if p.kind == "far"), problems[0])
-    return problem, completion_prompt(problem, pick_shots(problem, load_problems(BUNDLED / "train.jsonl"), N_SHOTS, 0))
+    return next((problem, prompt) for problem, prompt in bundled_questions() if problem.kind == "far")
 
 
 def serve(args: argparse.Namespace, nodes: Cluster) -> None:
