@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from cluster.asking import EarlyEnd, RequestError, events_of
 
 from .questions import STOP
 
@@ -20,10 +20,6 @@ PROBE_TRIES = 4
 
 class ServerDied(Exception):
     """The endpoint cannot be reached (any more)."""
-
-
-class RequestError(Exception):
-    """One request was answered by an error, or not to its end."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +161,13 @@ def ask_bundled_model(
     return asyncio.run(run())
 
 
-async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str | list[dict[str, str]]) -> Answer:
-    """Asks once and reads the stream to its end."""
+async def ask(
+    client: httpx.AsyncClient,
+    endpoint: Endpoint,
+    prompt: str | list[dict[str, str]],
+    on_text: Callable[[str], None] = lambda text: None,
+) -> Answer:
+    """Asks once and reads the stream to its end; ``on_text`` gets its texts as they come."""
     started = time.perf_counter()
     stream = _Stream()
     headers: httpx.Headers | None = None
@@ -178,10 +179,11 @@ async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str | list[
         ):
             headers = response.headers
             async for event in events_of(response):
-                _take(stream, event, time.perf_counter() - started)
+                if text := _take(stream, event, time.perf_counter() - started):
+                    on_text(text)
     except TimeoutError:
         error = f"no complete answer within {endpoint.timeout_s:g} s"
-    except RequestError as failed:
+    except (RequestError, EarlyEnd) as failed:
         error = str(failed)
     except httpx.TransportError as lost:
         error = f"connection lost: {_reason(lost)}"
@@ -202,37 +204,18 @@ async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str | list[
     )
 
 
-async def events_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON events of a stream. Raises :class:`RequestError` for an error and for an end without [DONE]."""
-    if response.status_code != httpx.codes.OK:
-        raise RequestError(f"HTTP {response.status_code}: {_error_text(await response.aread())}")
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        try:
-            event = json.loads(data)
-        except ValueError as error:
-            raise RequestError(f"the stream holds something other than JSON: {data[:80]!r}") from error
-        if not isinstance(event, dict):
-            raise RequestError(f"the stream holds something other than objects: {data[:80]!r}")
-        if "error" in event:
-            raise RequestError(f"error in the stream: {_error_text(data.encode())}")
-        yield event
-    raise RequestError("the stream ended without [DONE]")
-
-
-def _take(stream: _Stream, event: dict[str, Any], now_s: float) -> None:
+def _take(stream: _Stream, event: dict[str, Any], now_s: float) -> str:
+    """Adds an event to what has arrived; its text."""
     stream.usage = event.get("usage") or stream.usage
     stream.pd = event.get("pd") or stream.pd
+    text = ""
     for choice in event.get("choices") or []:
-        text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
         stream.finish_reason = choice.get("finish_reason") or stream.finish_reason
-        if text:
-            stream.texts.append(text)
-            stream.times_s.append(now_s)
+    if text:
+        stream.texts.append(text)
+        stream.times_s.append(now_s)
+    return text
 
 
 async def _check_alive(client: httpx.AsyncClient, endpoint: Endpoint, after: str) -> None:
@@ -250,12 +233,3 @@ async def _check_alive(client: httpx.AsyncClient, endpoint: Endpoint, after: str
 
 def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
-
-
-def _error_text(body: bytes) -> str:
-    """The message of an OpenAI-shaped error, else the start of the body."""
-    try:
-        error = json.loads(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode("utf-8", "replace")
