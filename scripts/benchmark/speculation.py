@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import LOGS, Cluster, ClusterFailed, Node, StopRequested, StopSignals
+from cluster import LOGS, Cluster, Node
+from cluster.tool import exit_code
 from evaluation.client import Answer, ServerDied, ask_bundled_model
 from evaluation.questions import bundled_questions
 from rich.console import Console
@@ -101,16 +102,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds after the warm-up")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(argv)
+    return exit_code("bench_spec", lambda: run(args), BenchFailed, ServerDied)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints and perhaps writes the figures."""
     console = Console(stderr=True)
     prompts = [prompt for _, prompt in bundled_questions()[: args.questions]]
-    try:
-        with StopSignals(), running_nodes(sorted({0, *args.ks})) as nodes:
-            figures = measure(nodes, prompts, args.rounds, console)
-    except (BenchFailed, ClusterFailed, ServerDied) as error:
-        print(f"bench_spec: {error}", file=sys.stderr)
-        return 2
-    except StopRequested:
-        return 130
+    with running_nodes(sorted({0, *args.ks})) as nodes:
+        figures = measure(nodes, prompts, args.rounds, console)
     table = Table("where", "requests", "k", "TPOT ms", "/ k = 0", "accept length")
     for f in sorted(figures, key=lambda f: (f.where, f.requests, f.k)):
         cells = (f.where, str(f.requests), str(f.k), f"{f.tpot_ms:.2f}", f"{f.ratio:.2f}", f"{f.accept_length:.2f}")
