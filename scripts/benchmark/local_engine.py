@@ -14,7 +14,7 @@ from server.cache.digest import live_digests
 from server.cache.layout import ArenaLayout, Placement
 from server.cache.specs import CacheGeometry
 from server.engine.engine import Engine
-from server.engine.events import Died, Event, Failed, Finished, Generate, Output
+from server.engine.events import ComputeFailed, Died, Event, Finished, Generate, Output
 from server.engine.request import GenerationRequest, SamplingParams, TokenOutput
 from server.engine.runner import ModelRunner
 from server.engine.tokenizer import Tokenizer
@@ -73,8 +73,10 @@ class LocalEngine:
                 case Finished(int(key)):
                     self._allocator.release(key)
                     n_running -= 1
-                case Failed() | Died():
-                    raise BenchFailed(f"the engine failed: {event.message}")
+                case ComputeFailed(_, failure):
+                    raise BenchFailed(f"the engine failed: {failure.reason}")
+                case Died(message):
+                    raise BenchFailed(f"the engine died: {message}")
 
     def decode(self, prompts: Sequence[Prompt], n_tokens: int) -> list[Stream]:
         """All prompts submitted at once; the stream of each."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from server.failure import FailureKind
 from server.transfer.manifest import Manifest
 from server.transfer.protocol import (
     MAX_ROOM,
@@ -87,7 +88,7 @@ def from_prefill(prefill: str, decode: str, manifest: Manifest, rooms: tuple[int
             Reserved(**ids),
             Progress(**ids, phase=RemotePhase.PREFILL, n_computed=5),
             Done(**ids, n=3, sent=(Sent("swa", 0, 3, 96, 2**64 - 1),), pieces=4, timings=_TIMINGS),
-            Failed(**ids, code="x", reason="fuzz", status=500, component="", writes=Writes.UNKNOWN),
+            Failed(**ids, code="x", reason="fuzz", kind=FailureKind.INTERNAL, component="", writes=Writes.UNKNOWN),
             Quiesced(**ids),
         ]
     return messages

@@ -16,16 +16,16 @@ from server.decode.request_manager import RequestManager
 from server.decode.settings import DecodeSettings
 from server.engine.events import Died, Event
 from server.engine.generation import NodeGeneration
-from server.engine.request import GenerationRequest, RequestFailed
+from server.engine.request import GenerationRequest
+from server.failure import Failure, RequestFailed
 from server.node.context import NodeContext, common_info, load_of
 from server.node.supervisor import Supervisor
 from server.node.ticker import tick_for_ever
 from server.transfer.manifest import new_incarnation
-from server.transfer.rooms import Failure
 
 log = logging.getLogger(__name__)
 
-_SHUTTING_DOWN = Failure("shutting_down", "the decode node is shutting down", 503)
+_SHUTTING_DOWN = Failure("shutting_down", "the decode node is shutting down")
 
 
 class DecodeNode:
@@ -77,7 +77,7 @@ class DecodeNode:
         """
         is_alive, reason = self.alive()
         self._supervisor.end()
-        self._manager.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason, 503))
+        self._manager.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason))
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
@@ -104,7 +104,7 @@ class DecodeNode:
         try:
             self._manager.check_serving()
         except RequestFailed as failure:
-            return False, failure.message
+            return False, failure.failure.reason
         return (True, "local prefill") if self._manager.receiver is None else await self._manager.receiver.ready()
 
     def load(self) -> dict[str, int]:
@@ -142,6 +142,6 @@ class DecodeNode:
         if isinstance(event, Died):
             reason = f"the engine thread has ended: {event.message}"
             self._supervisor.fail(reason)
-            self._manager.engine_died(Failure("engine_died", reason, 503))
+            self._manager.engine_died(Failure("engine_died", reason))
         else:
             self._manager.on_engine_event(event)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from http import HTTPStatus
 from typing import Protocol
 
 from server.cache.layout import Placement
 from server.decode.prefill_link import PrefillLink
 from server.decode.room import DecodeRoom
 from server.engine.generation import NodeGeneration
-from server.engine.request import GenerationRequest, RequestFailed, TokenLogprob
+from server.engine.request import GenerationRequest, TokenLogprob
+from server.failure import Failure
 from server.node.request_log import RequestEnd
 from server.transfer.checks import Check
 from server.transfer.protocol import Done, Timings
-from server.transfer.rooms import Failure, RoomKey
+from server.transfer.rooms import RoomKey
 
 _QUEUED = ("reserve", "pair", "queued")
 """Phases of a room in which its prompt waits on the prefill node."""
@@ -64,8 +64,8 @@ class DecodeRequest:
 
     def may_be_retried(self, failure: Failure) -> bool:
         """Whether ``failure`` is not the request's own fault, and somebody still waits for the answer."""
-        is_ours = failure.status >= HTTPStatus.INTERNAL_SERVER_ERROR
-        return is_ours and self.retries_left > 0 and self.link is not None and not self.generation.ended
+        may_be = failure.kind.may_be_retried
+        return may_be and self.retries_left > 0 and self.link is not None and not self.generation.ended
 
     def end(self, outcome: str, now: float) -> RequestEnd:
         """What is logged of the request. What failed attempts took counts as time in the queue."""
@@ -139,13 +139,3 @@ class RoomOwner(Protocol):
         ...
 
     def peers_changed(self) -> None: ...
-
-
-def request_failed(failure: Failure) -> RequestFailed:
-    """A room's failure as the client's error."""
-    return RequestFailed(failure.code, failure.reason, status=failure.status, component=failure.component or None)
-
-
-def broken(error: Exception) -> Failure:
-    """What a room is told that fails by a fault of this process."""
-    return Failure("internal_error", f"the decode node failed: {error!r}", 500)

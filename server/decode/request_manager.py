@@ -18,19 +18,20 @@ from server.decode.admission import check_request, choose_room, tokens_held, wit
 from server.decode.draft_metrics import DraftMetrics
 from server.decode.prefill_link import PrefillLink
 from server.decode.quarantine import Quarantine
-from server.decode.request import DecodeRequest, broken, request_failed
+from server.decode.request import DecodeRequest
 from server.decode.request_queue import RequestQueue
 from server.decode.room import DecodePhase
 from server.decode.room_manager import DecodeRoomManager
 from server.decode.routed_rooms import link_of
 from server.decode.settings import DecodeSettings
-from server.engine.events import Cancel, Event, Failed, Finished, Generate, Output, Resume, Scrub, Scrubbed
+from server.engine.events import Cancel, ComputeFailed, Event, Finished, Generate, Output, Resume, Scrub, Scrubbed
 from server.engine.generation import NodeGeneration
-from server.engine.request import FinishReason, GenerationRequest, RequestFailed, RouteInfo, TokenLogprob, TokenOutput
+from server.engine.request import FinishReason, GenerationRequest, RouteInfo, TokenLogprob, TokenOutput
+from server.failure import Failure, RequestFailed, internal_error
 from server.node.context import NodeContext
 from server.transfer.checks import Check
 from server.transfer.protocol import Done
-from server.transfer.rooms import Failure, RoomKey
+from server.transfer.rooms import RoomKey
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class RequestManager:
         """No engine event will come any more: every client is told."""
         self._refusing = failure
         for work in list(self.works.values()):
-            work.generation.fail(RequestFailed(failure.code, failure.reason, status=500))
+            work.generation.fail(RequestFailed(failure))
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class RequestManager:
         room_id = choose_room(request, room, self.rooms)
         if len(self.queue) >= self._settings.max_queue:
             reason = f"{len(self.queue)} requests wait for a slot and pages already"
-            raise RequestFailed("overloaded", reason, status=503)
+            raise RequestFailed(Failure("overloaded", reason))
         generation = NodeGeneration(
             lambda: self._abort(room_id),
             room=room_id if self.receiver is not None else None,
@@ -151,9 +152,9 @@ class RequestManager:
     def check_serving(self) -> None:
         """Raises :class:`RequestFailed` (503) with the reason if no request can be served now."""
         if self._refusing is not None:
-            raise request_failed(self._refusing)
+            raise RequestFailed(self._refusing)
         if self.receiver is not None and not self.receiver.peers.has_any():
-            raise RequestFailed("no_prefill", self.receiver.peers.why_none(), status=503)
+            raise RequestFailed(Failure("no_prefill", self.receiver.peers.why_none()))
 
     def _admit(self) -> None:
         """Gives the head of the queue a slot and pages, again and again while there are any."""
@@ -174,7 +175,7 @@ class RequestManager:
                 self._start(work, placement, link)
             except Exception as error:
                 log.exception("%s could not be started", work.key)
-                work.generation.fail(request_failed(broken(error)))
+                work.generation.fail(RequestFailed(internal_error("decode", error)))
                 self._submit_command(Scrub(work.key, placement))
 
     def _start(self, work: DecodeRequest, placement: Placement, link: PrefillLink | None) -> None:
@@ -199,7 +200,7 @@ class RequestManager:
 
     def _abort(self, room: int) -> None:
         if (work := self.rooms.get(room)) is not None:
-            self._drop(work, Failure("aborted", "the client aborted the request", 499))
+            self._drop(work, Failure("aborted", "the client aborted the request"))
 
     def _drop(self, work: DecodeRequest, failure: Failure) -> None:
         """Ends a request wherever it is: in the queue, in its room, or in the engine."""
@@ -211,13 +212,13 @@ class RequestManager:
         elif not work.generation.ended:
             self._submit_command(Cancel(work.key))
             if failure.code != "aborted":
-                work.generation.fail(request_failed(failure))
+                work.generation.fail(RequestFailed(failure))
 
     def _end_generation(self, work: DecodeRequest, failure: Failure) -> None:
         if failure.code == "aborted":
             work.generation.finish(FinishReason.ABORT)
         else:
-            work.generation.fail(request_failed(failure))
+            work.generation.fail(RequestFailed(failure))
 
     # --- RoomOwner ----------------------------------------------------------------------------------------------------
 
@@ -255,7 +256,7 @@ class RequestManager:
 
     def room_broken(self, work: DecodeRequest, error: Exception) -> None:
         """Something here failed after the room was over or committed; of a committed one the engine may have begun."""
-        work.generation.fail(request_failed(broken(error)))
+        work.generation.fail(RequestFailed(internal_error("decode", error)))
         if work.resumed:
             self._submit_command(Cancel(work.key))
         elif work.room is not None and work.room.phase is DecodePhase.COMMITTED:
@@ -292,9 +293,9 @@ class RequestManager:
             self._tell_client(work, event)
         except Exception as error:
             log.exception("%s failed on %s", work.key, type(event).__name__)
-            work.generation.fail(request_failed(broken(error)))
+            work.generation.fail(RequestFailed(internal_error("decode", error)))
             self._submit_command(Cancel(work.key))
-        if isinstance(event, Finished | Failed | Scrubbed):
+        if isinstance(event, Finished | ComputeFailed | Scrubbed):
             self._release(work)
 
     def _tell_client(self, work: DecodeRequest, event: Event) -> None:
@@ -309,9 +310,8 @@ class RequestManager:
             case Finished():
                 work.generation.set_route(self._local_route())
                 work.generation.finish(event.reason)
-            case Failed():
-                failed = RequestFailed(event.code, event.message, status=500, component=event.component or None)
-                work.generation.fail(failed)
+            case ComputeFailed():
+                work.generation.fail(RequestFailed(event.failure))
             case _:
                 pass
 

@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from server.decode.peer_pool import PeerPool
-from server.decode.request import DecodeRequest, request_failed
+from server.decode.request import DecodeRequest
 from server.decode.routed_rooms import RoutedRooms
+from server.failure import Failure, RequestFailed
 from server.transfer.metrics import NodeMetrics
-from server.transfer.rooms import Failure, RoomKey
+from server.transfer.rooms import RoomKey
 
 
 class RequestQueue:
@@ -75,7 +76,7 @@ class RequestQueue:
     def fail(self, failures: Iterable[tuple[DecodeRequest, Failure]]) -> None:
         """Ends requests, each with its reason."""
         for work, failure in list(failures):
-            work.generation.fail(request_failed(failure))
+            work.generation.fail(RequestFailed(failure))
             self._metrics.room_ended("failed", failure.code)
             self.drop(work, failure.reason)
 
@@ -91,7 +92,7 @@ class RequestQueue:
     def fail_hopeless(self, peers: PeerPool) -> None:
         """Ends what waits for a prefill node when there is none, and what was to be retried when there is no other."""
         if not peers.has_any():
-            failure = Failure("no_prefill", peers.why_none(), 503)
+            failure = Failure("no_prefill", peers.why_none())
             self.fail((work, failure) for work in self)
         self.fail(
             (work, work.failed_before)
@@ -104,5 +105,5 @@ class RequestQueue:
         self.tell()
         now = time.monotonic()
         reason = f"phase admission: no slot and pages became free for {admission_s:g} s (the deadline)"
-        failure = Failure("overloaded", reason, 503)
+        failure = Failure("overloaded", reason)
         self.fail((work, failure) for work in self if now - max(self._moved, work.enqueued) > admission_s)

@@ -10,14 +10,13 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from http import HTTPStatus
 
 from server.cache.layout import Placement
 from server.decode.admission import wire_request
 from server.decode.peer_pool import PeerPool
 from server.decode.prefill_link import PrefillLink
 from server.decode.probe import Prober
-from server.decode.request import DecodeRequest, RoomOwner, broken
+from server.decode.request import DecodeRequest, RoomOwner
 from server.decode.room import (
     Commit,
     DecodeAction,
@@ -35,6 +34,7 @@ from server.decode.room import (
 from server.decode.settings import DecodeSettings
 from server.decode.transport_sessions import TransportSessions
 from server.decode.verify import Evidence, Proof, verify
+from server.failure import Failure, FailureKind, internal_error
 from server.faults.messages import Outbox
 from server.faults.rows import RowDamage
 from server.faults.spec import STATE, skipped_checks
@@ -56,7 +56,7 @@ from server.transfer.protocol import (
     ids_of,
     room_ids,
 )
-from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick
+from server.transfer.rooms import Forget, GivenUp, PeerLost, RoomKey, Send, Tick
 
 log = logging.getLogger(__name__)
 
@@ -198,14 +198,14 @@ class DecodeRoomManager:
     def _on_room_message(self, link: PrefillLink, message: Reserved | Progress | Done | Failed | Quiesced) -> None:
         key = RoomKey(message.room, message.epoch, message.decode)
         work = self._works.get(key)
-        if isinstance(message, Failed) and message.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        if isinstance(message, Failed) and message.kind is FailureKind.UNAVAILABLE:
             self.peers.is_unwilling(link)
         if work is not None and work.link is link:
             self._step(work, message)
         elif key in self._committed:
             if isinstance(message, Done):
                 link.send(Committed(**ids_of(message)))
-        elif not isinstance(message, Failed) or not self._owner.room_refused(key, failure_of(message)):
+        elif not isinstance(message, Failed) or not self._owner.room_refused(key, message.failure):
             self._metrics.dropped("stale")
             if isinstance(message, Progress | Done | Failed):
                 link.send(Abort(**ids_of(message), reason=_UNKNOWN))
@@ -244,7 +244,7 @@ class DecodeRoomManager:
         self, work: DecodeRequest, room: DecodeRoom, at: DecodeEvent | DecodeAction, error: Exception
     ) -> None:
         if room.active and not isinstance(at, GivenUp):
-            self._step(work, GivenUp(broken(error)))
+            self._step(work, GivenUp(internal_error("decode", error)))
         else:
             self._owner.room_broken(work, error)
 
@@ -265,7 +265,7 @@ class DecodeRoomManager:
                 self._owner.room_free(work)
             case FencePeer():
                 if work.link is not None:
-                    work.link.lose(Failure("fenced", f"transport session fenced: {action.reason}", 502))
+                    work.link.lose(Failure("fenced", f"transport session fenced: {action.reason}"))
             case Forget():
                 self._forget(work.key, room, action)
 
@@ -280,7 +280,7 @@ class DecodeRoomManager:
             proof = await self._verifiers.run(verify, found, work.skipped)
         except Exception as error:
             log.exception("%s could not be checked", work.key)
-            proof = Proof(Failure("internal_error", f"what arrived could not be checked: {error!r}", 500))
+            proof = Proof(Failure("internal_error", f"what arrived could not be checked: {error!r}"))
         if proof.failure is not None:
             self._metrics.check_failed(proof.failure)
         self._proofs[work.key] = proof
@@ -310,8 +310,3 @@ class DecodeRoomManager:
             self._committed[key] = None
             while len(self._committed) > _REMEMBERED_COMMITS:
                 self._committed.popitem(last=False)
-
-
-def failure_of(failed: Failed) -> Failure:
-    """Why a prefill node ended a room."""
-    return Failure(failed.code, failed.reason, failed.status, failed.component)

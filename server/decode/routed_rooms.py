@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from server.decode.prefill_link import PrefillLink
 from server.decode.request import DecodeRequest
 from server.decode.room_manager import DecodeRoomManager
-from server.engine.request import RequestFailed, RoutedRoom
+from server.engine.request import RoutedRoom
+from server.failure import Failure, RequestFailed
 from server.transfer.addresses import split_address
 from server.transfer.protocol import Abort, Registration, Waiting, clip, room_ids
-from server.transfer.rooms import Failure, RoomKey
+from server.transfer.rooms import RoomKey
 
 TELL_S = 1.0
 """A sign of life of every waiting room this often."""
@@ -33,16 +34,16 @@ def link_of(receiver: DecodeRoomManager | None, named: RoutedRoom) -> PrefillLin
     """
     if receiver is None:
         message = "this node computes prompts itself (--local-prefill): it has no rooms with a prefill node"
-        raise RequestFailed("wrong_role", message, status=400)
+        raise RequestFailed(Failure("wrong_role", message))
     wanted = _normal(named.address)
     for link in receiver.links:
         if _normal(link.address) == wanted:
             if not (link.registered or link.coming_back):
-                raise RequestFailed("no_prefill", f"prefill {link.address}: {link.reason}", status=503)
+                raise RequestFailed(Failure("no_prefill", f"prefill {link.address}: {link.reason}"))
             return link
     known = ", ".join(link.address for link in receiver.links)
     message = f"prefill {named.address} is not one of this decode node's, which are {known}: add it with --prefill"
-    raise RequestFailed("unknown_prefill", message, status=503)
+    raise RequestFailed(Failure("unknown_prefill", message))
 
 
 def _normal(address: str) -> tuple[str, int]:
@@ -92,16 +93,16 @@ class RoutedRooms:
         told, registration = self._told.get(key), link.registration
         if registration is None:
             is_lost = not link.coming_back
-            return Failure("no_prefill", f"prefill {link.address}: {link.reason}", 503) if is_lost else None
+            return Failure("no_prefill", f"prefill {link.address}: {link.reason}") if is_lost else None
         if told is not None and told.registration.prefill != registration.prefill:
-            return Failure("peer_lost", f"prefill {link.address} has restarted", 502)
+            return Failure("peer_lost", f"prefill {link.address} has restarted")
         if told is None or told.registration != registration:
             told = self._told[key] = _Told(registration, now, float("-inf"))
         waited_s = now - told.since
         if not told.is_paired and waited_s > self._pair_s:
             reason = f"phase pair: no request for room {key.room} was reported by prefill {link.address} for "
             reason += f"{waited_s:.1f} s (deadline {self._pair_s:g} s)"
-            return Failure("deadline", reason, 504)
+            return Failure("deadline", reason)
         if now - told.at >= TELL_S:
             told.at = now
             link.send(Waiting(**room_ids(registration, key.room, key.epoch)))

@@ -15,11 +15,11 @@ from server.cache.arena import Arena
 from server.cache.layout import ArenaLayout
 from server.decode.quarantine import LONG_S, Quarantine
 from server.decode.transport_sessions import TransportSessions
-from server.engine.request import RequestFailed
+from server.failure import Failure, RequestFailed
 from server.node.supervisor import Supervisor
 from server.transfer.engines.base import EngineClosed, TransferError
 from server.transfer.engines.loopback import Fault, LoopbackEngine
-from server.transfer.rooms import Failure, RoomKey
+from server.transfer.rooms import RoomKey
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.nodes.test_failures import all_free, assert_works_again
 from tests.support.http import http_server
@@ -52,7 +52,7 @@ async def test_a_decode_node_that_drains_finishes_what_has_begun(pair: Pair) -> 
     d.node.drain()
     with pytest.raises(RequestFailed, match="decode node is shutting down") as caught:
         await waiting.route()
-    assert (caught.value.status, caught.value.code) == (503, "shutting_down")
+    assert (caught.value.kind, caught.value.code) == ("unavailable", "shutting_down")
     with pytest.raises(RequestFailed, match="shutting down"):
         d.node.submit(request(5))
     assert await d.node.ready() == (False, "the decode node is shutting down")
@@ -74,7 +74,7 @@ async def test_a_prefill_node_that_drains_finishes_its_transfers_and_refuses_new
     for failing in (queued, d.node.submit(request(20))):
         with pytest.raises(RequestFailed, match="prefill node is shutting down") as caught:
             await failing.route()
-        assert (caught.value.status, caught.value.code) == (503, "shutting_down")
+        assert (caught.value.kind, caught.value.code) == ("unavailable", "shutting_down")
     assert await p.node.ready() == (False, "the prefill node is shutting down")
     ready, reason = await d.node.ready()
     assert not ready
@@ -219,7 +219,7 @@ async def test_a_node_that_dies_tells_its_clients_why(pair: Pair, monkeypatch: p
     await d.node.stop()
     with pytest.raises(RequestFailed, match="decode ticker") as caught:
         await generation.route()
-    assert (caught.value.status, caught.value.code) == (503, "node_died")
+    assert (caught.value.kind, caught.value.code) == ("unavailable", "node_died")
     assert not d.node.alive()[0], "also after the end"
 
 
@@ -272,7 +272,7 @@ async def test_an_exception_anywhere_in_a_room_fails_that_room_only(
         patched.setattr(target, broken)
         with pytest.raises(RequestFailed, match="ZeroDivisionError") as caught:
             await asyncio.wait_for(answer(d.node, request(600, seed=2)), 60.0)
-        assert (caught.value.code, caught.value.status) == ("internal_error", 500)
+        assert (caught.value.code, caught.value.kind) == ("internal_error", "internal")
     d.engine.gate.set()
     tokens += [token async for output in bystander for token in output.token_ids]
     assert tokens == expected(request(600, seed=1))
@@ -332,7 +332,7 @@ async def test_memory_in_quarantine_is_told_with_its_age_and_its_cause(pair: Pai
 def test_a_long_quarantine_is_warned_of_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
     quarantine = Quarantine()
     for room, since in ((1, 0.0), (2, 10.0)):
-        quarantine.enter(RoomKey(room, 1, "d"), Failure("peer_lost", "the peer is gone", 502), "10.0.0.1:8998", since)
+        quarantine.enter(RoomKey(room, 1, "d"), Failure("peer_lost", "the peer is gone"), "10.0.0.1:8998", since)
     caplog.set_level(logging.WARNING)
     counts = []
     for now in (LONG_S - 1, LONG_S, LONG_S + 1, LONG_S + 10, 2 * LONG_S):

@@ -9,8 +9,7 @@ import pytest
 from cluster.relay import ControlRelay, control_relay
 
 from server.cache.layout import PROBE_NBYTES, Run
-from server.engine.request import RequestFailed
-from server.transfer.rooms import Failure
+from server.failure import Failure, RequestFailed
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.transfer.support import make_geometry
 
@@ -70,7 +69,7 @@ async def test_a_register_that_is_sent_once_more_does_not_end_a_later_registrati
     async with control_relay(f"127.0.0.1:{p.node.bootstrap_port}") as wire:
         d = await pair.decode(wire.address)
         (link,) = d.node._manager.receiver.links
-        link.lose(Failure("fenced", "simulated", 502))
+        link.lose(Failure("fenced", "simulated"))
         await registered_anew(d, wire, 1)
         old = next(passed for passed in wire.seen if passed.kind == "Register")
         fences = d.metric("pd_fences_total")
@@ -91,7 +90,7 @@ async def test_a_prefill_node_that_restarts_is_not_held_by_an_old_register(pair:
         (link,) = d.node._manager.receiver.links
         old = next(passed for passed in wire.seen if passed.kind == "Register")
         if is_over:
-            link.lose(Failure("fenced", "simulated", 502))
+            link.lose(Failure("fenced", "simulated"))
             await registered_anew(d, wire, 1)
         before = len(wire.registers)
         port = p.node.bootstrap_port
@@ -111,7 +110,7 @@ async def test_a_prefill_node_that_has_given_a_registration_up_has_it_never_agai
         d = await pair.decode(wire.address)
         old = next(passed for passed in wire.seen if passed.kind == "Register")
         (peer,) = p.node._bootstrap.peers.values()
-        p.node._bootstrap._lose(peer, Failure("peer_lost", "simulated", 502))
+        p.node._bootstrap._lose(peer, Failure("peer_lost", "simulated"))
         wire.send(old)
         await registered_anew(d, wire, 1)
         assert await answer(d.node, request(20)) == expected(request(20))
@@ -154,7 +153,7 @@ async def test_messages_of_an_earlier_registration_are_counted_and_left(pair: Pa
         (link,) = d.node._manager.receiver.links
         old = [passed for passed in wire.seen if passed.kind not in ("Ping", "Register")]
         assert {passed.kind for passed in old} == {"Probe", "Reserve", "Committed", "Abort"}
-        link.lose(Failure("fenced", "simulated", 502))
+        link.lose(Failure("fenced", "simulated"))
         await registered_anew(d, wire, 1)
         stale, answers = p.metric("pd_control_frames_dropped_total", reason="stale"), +wire.answers
         for passed in old:
@@ -174,7 +173,7 @@ async def test_a_registration_that_is_over_before_the_decode_node_hears_of_it_is
         d = await pair.decode(wire.address, wait=False)
         await until(lambda: wire.answers["Registered"] > 0)
         (peer,) = p.node._bootstrap.peers.values()
-        p.node._bootstrap._lose(peer, Failure("peer_lost", "simulated", 502))
+        p.node._bootstrap._lose(peer, Failure("peer_lost", "simulated"))
         wire.lose = set()
         await registered_anew(d, wire, 1)
         assert [peer["registration"] for peer in p.node.server_info()["peers"]] == [2]

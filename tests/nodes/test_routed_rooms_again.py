@@ -9,8 +9,8 @@ import pytest
 from cluster.relay import control_relay
 
 from server.engine.generation import NodeGeneration
-from server.engine.request import GenerationRequest, RequestFailed, RoutedRoom
-from server.transfer.rooms import Failure
+from server.engine.request import GenerationRequest, RoutedRoom
+from server.failure import Failure, RequestFailed
 from tests.nodes.support import NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.nodes.test_routed_rooms import AT_ONCE_S, all_free, failure, fill, named, outputs, tokens
 
@@ -114,7 +114,7 @@ async def test_a_waiting_room_outlives_the_registration_that_it_was_told_in(pair
         lambda: n_unpaired(p) == 1 if at_p is None else p.node._manager.routed_rooms._halves[7].waiting is not None
     )
     (link,) = d.node._manager.receiver.links
-    link.lose(Failure("fenced", "simulated", 502))
+    link.lose(Failure("fenced", "simulated"))
     await until(lambda: [peer["registration"] for peer in p.node.server_info()["peers"]] == [2])
     at_p = at_p or p.node.submit(asked)
     d.engine.gate.set()
@@ -194,5 +194,5 @@ async def test_a_request_that_the_prefill_node_does_not_take_ends_the_decode_nod
     with pytest.raises(RequestFailed):
         p.node.submit(asked)
     error = await failure(at_d or d.node.submit(asked), AT_ONCE_S)
-    assert (error.code, error.status) == ("overloaded", 503)
+    assert (error.code, error.kind) == ("overloaded", "unavailable")
     assert n_unpaired(p) == 0

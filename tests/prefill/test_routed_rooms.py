@@ -10,17 +10,18 @@ import pytest
 
 from server.decode.routed_rooms import TELL_S
 from server.decode.routed_rooms import RoutedRooms as DecodeRoutedRooms
-from server.engine.request import GenerationRequest, RequestFailed, RoutedRoom
+from server.engine.request import GenerationRequest, RoutedRoom
+from server.failure import Failure, RequestFailed
 from server.prefill.routed_rooms import REMEMBER_S, RoutedRooms
 from server.transfer.protocol import Abort, AnyMessage, Registration, Waiting, room_ids
-from server.transfer.rooms import Failure, RoomKey
+from server.transfer.rooms import RoomKey
 from tests.nodes.support import FakeTokenizer, request
 
 PAIR_S = 10.0
 ROOM = 7
 NOW = Registration("a" * 32, "b" * 32, 1)
 ASKED = replace(request(20), routed=RoutedRoom(ROOM, "127.0.0.1", 1))
-GONE = Failure("aborted", "the client aborted the request", 499)
+GONE = Failure("aborted", "the client aborted the request")
 
 
 def waiting(epoch: int, registration: Registration = NOW) -> Waiting:
@@ -237,7 +238,7 @@ def test_a_waiting_room_without_its_other_half_ends_by_the_deadline(is_paired: b
     ended = rooms.tick([work])
     assert len(ended) == (not is_paired), "a room that waits for memory alone has no such deadline"
     for _, failure in ended:
-        assert (failure.code, failure.status) == ("deadline", 504)
+        assert (failure.code, failure.kind) == ("deadline", "deadline")
         assert f"room {ROOM}" in failure.reason
 
 
@@ -250,4 +251,4 @@ def test_a_waiting_room_ends_when_its_prefill_node_has_restarted_or_is_gone() ->
     assert failure.code == "peer_lost"
     link.registration, link.coming_back = None, False
     ((_, failure),) = rooms.tick([work])
-    assert (failure.code, failure.status) == ("no_prefill", 503)
+    assert (failure.code, failure.kind) == ("no_prefill", "unavailable")
