@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 
+from cluster.node import PLAIN_HTTP
+
 VOCABULARY = range(3, 500)
 """Token ids that prompts are made of: no special ones."""
 RECONNECT_S, RECONNECT_FOR_S = 0.2, 150.0
@@ -129,7 +131,7 @@ async def ask(
         try:
             async with (
                 asyncio.timeout(timeout_s if leave_s is None else leave_s),
-                httpx.AsyncClient(base_url=url, timeout=timeout_s, trust_env=False) as client,
+                httpx.AsyncClient(base_url=url, timeout=timeout_s, **PLAIN_HTTP) as client,
                 client.stream("POST", question.path, json={**question.body, "stream": stream}) as response,
             ):
                 await _read(response, outcome, stream=stream)
