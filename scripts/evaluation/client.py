@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from cluster.asking import EarlyEnd, RequestError, events_of
 
 from .questions import STOP
 
@@ -20,10 +20,6 @@ PROBE_TRIES = 4
 
 class ServerDied(Exception):
     """The endpoint cannot be reached (any more)."""
-
-
-class RequestError(Exception):
-    """One request was answered by an error, or not to its end."""
 
 
 @dataclass
@@ -45,14 +41,15 @@ class Answer:
     chunk_times_s: list[float] = field(default_factory=list)
     total_s: float = 0.0
 
-    def add(self, event: dict[str, Any], now_s: float) -> None:
-        """Takes one event of the stream."""
+    def add(self, event: dict[str, Any], now_s: float) -> str:
+        """Takes one event of the stream; its text."""
+        text = ""
         for choice in event.get("choices") or []:
-            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            if text:
-                self.text += text
-                self.chunk_times_s.append(now_s)
+        if text:
+            self.text += text
+            self.chunk_times_s.append(now_s)
         # what the head of the stream could not say yet, if it went out before the prompt was computed
         pd = event.get("pd") or {}
         self.prefill, self.room = pd.get("prefill") or self.prefill, pd.get("room") or self.room
@@ -62,6 +59,7 @@ class Answer:
             self.completion_tokens = int(usage.get("completion_tokens") or 0)
             self.draft_steps = int(drafts.get("draft_steps") or 0)
             self.accepted = int(drafts.get("accepted_prediction_tokens") or 0)
+        return text
 
     @property
     def ttft_s(self) -> float | None:
@@ -79,6 +77,12 @@ class Answer:
     def itl_s(self) -> tuple[float, ...]:
         """Gaps between chunks with text (one chunk may carry several tokens)."""
         return tuple(b - a for a, b in zip(self.chunk_times_s, self.chunk_times_s[1:], strict=False))
+
+
+def accept_length(answers: Sequence[Answer]) -> float | None:
+    """Mean tokens of a speculative step, 1 + accepted drafts; None if the server did not speculate."""
+    steps = sum(answer.draft_steps for answer in answers)
+    return 1 + sum(answer.accepted for answer in answers) / steps if steps else None
 
 
 @dataclass(frozen=True)
@@ -171,8 +175,13 @@ def ask_bundled_model(
     return asyncio.run(run())
 
 
-async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str | list[dict[str, str]]) -> Answer:
-    """Asks once and reads the stream to its end."""
+async def ask(
+    client: httpx.AsyncClient,
+    endpoint: Endpoint,
+    prompt: str | list[dict[str, str]],
+    on_text: Callable[[str], None] = lambda text: None,
+) -> Answer:
+    """Asks once and reads the stream to its end; ``on_text`` gets its texts as they come."""
     started = time.perf_counter()
     answer = Answer()
     try:
@@ -182,10 +191,11 @@ async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str | list[
         ):
             answer.prefill, answer.room = response.headers.get("x-pd-prefill"), response.headers.get("x-pd-room")
             async for event in events_of(response):
-                answer.add(event, time.perf_counter() - started)
+                if text := answer.add(event, time.perf_counter() - started):
+                    on_text(text)
     except TimeoutError:
         answer.error = f"no complete answer within {endpoint.timeout_s:g} s"
-    except RequestError as failed:
+    except (RequestError, EarlyEnd) as failed:
         answer.error = str(failed)
     except httpx.TransportError as lost:
         answer.error = f"connection lost: {_reason(lost)}"
@@ -193,28 +203,6 @@ async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str | list[
     answer.completion_tokens = answer.completion_tokens or len(answer.chunk_times_s)
     answer.total_s = time.perf_counter() - started
     return answer
-
-
-async def events_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON events of a stream. Raises :class:`RequestError` for an error and for an end without [DONE]."""
-    if response.status_code != httpx.codes.OK:
-        raise RequestError(f"HTTP {response.status_code}: {_error_text(await response.aread())}")
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        try:
-            event = json.loads(data)
-        except ValueError as error:
-            raise RequestError(f"the stream holds something other than JSON: {data[:80]!r}") from error
-        if not isinstance(event, dict):
-            raise RequestError(f"the stream holds something other than objects: {data[:80]!r}")
-        if "error" in event:
-            raise RequestError(f"error in the stream: {_error_text(data.encode())}")
-        yield event
-    raise RequestError("the stream ended without [DONE]")
 
 
 async def _check_alive(client: httpx.AsyncClient, endpoint: Endpoint, after: str) -> None:
@@ -232,12 +220,3 @@ async def _check_alive(client: httpx.AsyncClient, endpoint: Endpoint, after: str
 
 def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
-
-
-def _error_text(body: bytes) -> str:
-    """The message of an OpenAI-shaped error, else the start of the body."""
-    try:
-        error = json.loads(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode("utf-8", "replace")

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster import LOGS, ROOT, ClusterFailed, Pair, StopRequested, StopSignals
+from cluster import LOGS, ROOT, Pair
+from cluster.tool import FAILURES, Section, exit_code
 from rich.console import Console
 from rich.progress import track
 
@@ -21,8 +22,7 @@ from .client import Answer, ServerDied, ask_bundled_model
 from .questions import STOP, Problem, bundled_questions, marked_number
 
 READY_TIMEOUT_S = 180.0
-DOC = ROOT / "docs" / "failures.md"
-BEGIN, END = "<!-- knock-out table: begin -->", "<!-- knock-out table: end -->"
+KNOCK_OUTS = Section("knock-out table")
 COMPONENTS = (
     "c4_kv", "c4_index", "c128_kv", "swa", "c4_state_a", "c4_state_b", "c4_index_state_a", "c4_index_state_b",
     "c128_state", "draft_swa", "handoff",
@@ -144,37 +144,30 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--spec-tokens", type=int, default=3, metavar="K", help="draft tokens of one step")
     parser.add_argument("--components", nargs="+", choices=COMPONENTS, default=COMPONENTS, help="what to damage")
     parser.add_argument("--damages", nargs="+", choices=DAMAGES, default=DAMAGES, help="how")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {DOC.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {FAILURES.relative_to(ROOT)}")
     args = parser.parse_args(argv)
+    return exit_code("knockout", lambda: run(args), ServerDied)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints and perhaps writes the table; the exit code."""
     console = Console(stderr=True)
     questions = random.Random(0).sample(bundled_questions(), args.questions)
     options = ("--log-level", "error")
     pair = Pair(LOGS, options, (*options, "--spec-tokens", str(args.spec_tokens)), prefix="knockout-", faulty=True)
-    try:
-        with StopSignals(), pair.running(READY_TIMEOUT_S):
-            bench = Bench(pair, questions)
-            healthy = bench.measure()
-            rows = damage_all(bench, args.components, args.damages, console)
-            long_answers = {"none": bench.measure(long=True)}
-            for damage in track(args.damages, "long answers", console=console):
-                long_answers[damage] = bench.measure(damage, "draft_swa", long=True)
-    except (ClusterFailed, ServerDied) as error:
-        print(f"knockout: {error}", file=sys.stderr)
-        return 2
-    except StopRequested:
-        return 130
+    with pair.running(READY_TIMEOUT_S):
+        bench = Bench(pair, questions)
+        healthy = bench.measure()
+        rows = damage_all(bench, args.components, args.damages, console)
+        long_answers = {"none": bench.measure(long=True)}
+        for damage in track(args.damages, "long answers", console=console):
+            long_answers[damage] = bench.measure(damage, "draft_swa", long=True)
     made = f"{table(healthy, rows)}\n\nThe same, where the model writes on for 128 tokens:\n\n"
     made += draft_table(long_answers)
     print(made)
     if args.write:
-        text = DOC.read_text(encoding="utf-8")
-        head, _, rest = text.partition(BEGIN)
-        DOC.write_text(f"{head}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        KNOCK_OUTS.write(made)
     silent = [row for row in rows if row.component not in row.refused_as]
     for row in silent:
         print(f"knockout: {row.damage} of {row.component} was not refused by name: {row.refused_as}", file=sys.stderr)
     return 1 if silent else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import queue
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -53,6 +52,7 @@ from server.transfer.engines.loopback import LoopbackEngine
 from server.transfer.manifest import ModelIdentity
 from server.transfer.metrics import NodeMetrics
 from server.transfer.rooms import Deadlines
+from tests.support.waiting import until
 from tests.transfer.support import IDENTITY, WINDOW, make_geometry
 
 EOS = 0
@@ -370,15 +370,6 @@ async def pairs(make_transport: Callable[[], TransferEngine] = LoopbackEngine) -
     finally:
         for started in reversed(list(pair.started)):
             await pair.stop(started)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "") -> float:
-    """Waits for a condition; the seconds it took."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < timeout_s, f"still not so after {timeout_s} s: {what}"
-        await asyncio.sleep(0.01)
-    return time.monotonic() - started
 
 
 def request(n: int, seed: int = 0, **sampling: Any) -> GenerationRequest:
