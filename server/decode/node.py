@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections import deque
 from typing import Any
 
 from server.decode.request_manager import RequestManager
+from server.decode.room_manager import DecodePorts, DecodeRoomManager
 from server.decode.settings import DecodeSettings
 from server.engine.events import Died, Event
 from server.engine.generation import NodeGeneration
-from server.engine.request import GenerationRequest, RequestFailed
+from server.engine.request import GenerationRequest
 from server.node.context import NodeContext, common_info, load_of
 from server.node.supervisor import Supervisor
 from server.node.ticker import tick_for_ever
@@ -36,15 +36,15 @@ class DecodeNode:
 
     role = "decode"
 
-    def __init__(self, settings: DecodeSettings, parts: NodeContext) -> None:
+    def __init__(self, settings: DecodeSettings, context: NodeContext, ports: DecodePorts | None = None) -> None:
         self.model_name = settings.model_name
         self.max_context = settings.max_context
-        self.tokenizer = parts.tokenizer
-        self.sampling_defaults = parts.sampling_defaults
+        self.tokenizer = context.tokenizer
+        self.sampling_defaults = context.sampling_defaults
         self.incarnation = new_incarnation()
         self._settings = settings
-        self._parts = parts
-        self._manager = RequestManager(settings, parts, self.incarnation)
+        self._context = context
+        self.requests = RequestManager(settings, context, self.incarnation, ports)
         self._events: deque[Event] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -53,22 +53,27 @@ class DecodeNode:
     async def start(self) -> None:
         """Connects to the prefill nodes (without waiting for them)."""
         self._loop = asyncio.get_running_loop()
-        self._manager.start()
-        self._ticker = ticker = asyncio.create_task(tick_for_ever(self.role, self._manager), name="decode ticker")
-        self._supervisor.watch(lambda: [ticker, *self._manager.tasks])
+        self.requests.start()
+        self._ticker = ticker = asyncio.create_task(tick_for_ever(self.role, self.requests), name="decode ticker")
+        self._supervisor.watch(lambda: [ticker, *self.requests.tasks])
 
     def vital(self, thread: threading.Thread) -> None:
         """The node is dead if ``thread`` is."""
         self._supervisor.watch(lambda: [thread])
 
     @property
+    def rooms(self) -> DecodeRoomManager:
+        """The rooms and peers of the requests."""
+        return self.requests.rooms
+
+    @property
     def busy(self) -> bool:
         """Whether a client still waits for an answer."""
-        return any(not work.generation.ended for work in self._manager.works.values())
+        return any(not req.generation.ended for req in self.requests.reqs.values())
 
     def drain(self) -> None:
         """Takes nothing new and opens no room any more; what is in a room or decoding goes on."""
-        self._manager.drain(_SHUTTING_DOWN)
+        self.requests.drain(_SHUTTING_DOWN)
 
     async def stop(self) -> None:
         """Fails what is left with 503, tells the prefill nodes, and closes every connection and transport session.
@@ -77,11 +82,11 @@ class DecodeNode:
         """
         is_alive, reason = self.alive()
         self._supervisor.end()
-        self._manager.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason, 503))
+        self.requests.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason, 503))
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
-        await self._manager.close()
+        await self.requests.close()
 
     # --- Backend ------------------------------------------------------------------------------------------------------
 
@@ -90,7 +95,7 @@ class DecodeNode:
 
         Raises :class:`RequestFailed` at once for what cannot be served.
         """
-        return self._manager.submit(request, room=room)
+        return self.requests.submit(request, room=room)
 
     def alive(self) -> tuple[bool, str]:
         reason = self._supervisor.look()
@@ -101,24 +106,19 @@ class DecodeNode:
         is_alive, reason = self.alive()
         if not is_alive:
             return False, reason
-        try:
-            self._manager.check_serving()
-        except RequestFailed as failure:
-            return False, failure.message
-        return (True, "local prefill") if self._manager.receiver is None else await self._manager.receiver.ready()
+        return await self.requests.ready()
 
     def load(self) -> dict[str, int]:
-        return load_of(self._parts, len(self._manager.works), len(self._manager.queue))
+        return load_of(self._context, len(self.requests.reqs), len(self.requests.queue))
 
     def server_info(self) -> dict[str, Any]:
-        manager = self._manager
-        return common_info(self.role, self.incarnation, self._settings, self._parts) | {
-            "local_prefill": manager.receiver is None,
+        return common_info(self.role, self.incarnation, self._settings, self._context) | {
+            "local_prefill": self._settings.prefill is None,
             "spec_tokens": self._settings.spec_tokens,
             "draft_state": self._settings.draft_state,
-            "waiting": len(manager.queue),
-            "quarantine": manager.quarantine.describe(time.monotonic()),
-            "peers": manager.receiver.peers.describe() if manager.receiver is not None else [],
+            "waiting": len(self.requests.queue),
+            "quarantine": self.requests.quarantine.describe(self._context.clock()),
+            "peers": self.rooms.peers.describe(),
         }
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -142,6 +142,6 @@ class DecodeNode:
         if isinstance(event, Died):
             reason = f"the engine thread has ended: {event.message}"
             self._supervisor.fail(reason)
-            self._manager.engine_died(Failure("engine_died", reason, 503))
+            self.requests.engine_died(Failure("engine_died", reason, 503))
         else:
-            self._manager.on_engine_event(event)
+            self.requests.on_engine_event(event)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from server.decode.prefill_link import PrefillLink
-from server.decode.probe import transport_of
 
 UNWILLING_S = 1.0
 """A prefill node that refused a room with 503 (it is full, or ends) is taken last for this time."""
@@ -17,9 +15,15 @@ UNWILLING_S = 1.0
 class PeerPool:
     """``links``, with their load: ``outstanding`` counts the rooms under way with one."""
 
-    def __init__(self, links: Sequence[PrefillLink], outstanding: Callable[[PrefillLink], int]) -> None:
+    def __init__(
+        self,
+        links: Sequence[PrefillLink],
+        outstanding: Callable[[PrefillLink], int],
+        clock: Callable[[], float],
+    ) -> None:
         self._links = links
         self._outstanding = outstanding
+        self._clock = clock
         self._unwilling_until: dict[PrefillLink, float] = {}
 
     @property
@@ -36,7 +40,7 @@ class PeerPool:
 
         One that has just refused a room comes last.
         """
-        now = time.monotonic()
+        now = self._clock()
         willing = [link for link in self._links if link.registered and link not in avoids]
         return min(
             willing,
@@ -46,7 +50,7 @@ class PeerPool:
 
     def is_unwilling(self, link: PrefillLink) -> None:
         """It has refused a room, as it would refuse any other now."""
-        self._unwilling_until[link] = time.monotonic() + UNWILLING_S
+        self._unwilling_until[link] = self._clock() + UNWILLING_S
 
     def is_new(self, link: PrefillLink) -> None:
         """It has registered: what was known of it is void."""
@@ -69,7 +73,7 @@ class PeerPool:
                 "reason": link.reason,
                 "refused_field": link.refused_field,
                 "incarnation": link.theirs.incarnation if link.theirs else None,
-                "transport": transport_of(link),
+                "transport": link.transport,
                 "rooms": self._outstanding(link),
             }
             for link in self._links

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
@@ -10,81 +9,86 @@ from server.decode.peer_pool import PeerPool
 from server.decode.request import DecodeRequest, request_failed
 from server.decode.routed_rooms import RoutedRooms
 from server.transfer.metrics import NodeMetrics
-from server.transfer.rooms import Failure, RoomKey
+from server.transfer.rooms import Deadlines, Failure, RoomKey
 
 
 class RequestQueue:
-    """``forget`` is called for every request that ends here. Iteration is over a copy.
+    """``forget`` is called for every request that ends here. Iteration is over a copy."""
 
-    ``pair_s``: how long a room that a router named waits for its other half.
-    """
-
-    def __init__(self, metrics: NodeMetrics, forget: Callable[[DecodeRequest], None], pair_s: float) -> None:
-        self._works: deque[DecodeRequest] = deque()
-        self._rooms = RoutedRooms(pair_s)
+    def __init__(
+        self,
+        metrics: NodeMetrics,
+        forget: Callable[[DecodeRequest], None],
+        deadlines: Deadlines,
+        clock: Callable[[], float],
+    ) -> None:
+        self._reqs: deque[DecodeRequest] = deque()
+        self._routed_rooms = RoutedRooms(deadlines.pair_s, clock)
         self._metrics = metrics
         self._forget = forget
-        self._moved = time.monotonic()
+        self._admission_s = deadlines.admission_s
+        self._clock = clock
+        self._moved = clock()
 
     def __len__(self) -> int:
-        return len(self._works)
+        return len(self._reqs)
 
     def __iter__(self) -> Iterator[DecodeRequest]:
-        return iter(list(self._works))
+        return iter(list(self._reqs))
 
-    def __contains__(self, work: object) -> bool:
-        return work in self._works
+    def __contains__(self, req: object) -> bool:
+        return req in self._reqs
 
-    def put(self, work: DecodeRequest) -> None:
-        self._works.append(work)
-        self.fail(self._rooms.tick((work,)))
+    def put(self, req: DecodeRequest) -> None:
+        self._reqs.append(req)
+        self.fail(self._routed_rooms.tick((req,)))
 
-    def put_first(self, work: DecodeRequest) -> None:
+    def put_first(self, req: DecodeRequest) -> None:
         """For one that has waited before."""
-        self._works.appendleft(work)
+        self._reqs.appendleft(req)
 
-    def may_have_memory(self, work: DecodeRequest) -> bool:
-        """False while it is not known that the prefill node has its half of a room that a router named."""
-        return work.request.routed is None or self._rooms.is_paired(work)
+    def may_have_memory(self, req: DecodeRequest) -> bool:
+        """False while it is not known that the prefill node has its half of a routed room."""
+        return req.request.routed is None or self._routed_rooms.is_paired(req)
 
-    def tell(self) -> None:
-        """Tells prefill nodes of the rooms that routers named, and ends those that can come to nothing."""
-        self.fail(self._rooms.tick(self))
+    def announce(self) -> None:
+        """Announces routed rooms to their prefill nodes, and ends those that can come to nothing."""
+        self.fail(self._routed_rooms.tick(self))
 
     def request_arrived(self, key: RoomKey) -> bool:
         """A prefill node has its half of the room; False if that does not wait here."""
-        return self._rooms.request_arrived(key)
+        return self._routed_rooms.request_arrived(key)
 
-    def take(self, work: DecodeRequest) -> None:
+    def take(self, req: DecodeRequest) -> None:
         """The request has memory: its room opens."""
-        self._works.remove(work)
-        self._rooms.opened(work.key)
+        self._reqs.remove(req)
+        self._routed_rooms.opened(req.key)
         self.is_moving()
-        self._metrics.phase("admission", self._moved - work.enqueued)
+        self._metrics.phase("admission", self._moved - req.enqueued_at)
 
     def is_moving(self) -> None:
         """Something here or in the engine went on: waiting is no silence."""
-        self._moved = time.monotonic()
+        self._moved = self._clock()
 
-    def drop(self, work: DecodeRequest, reason: str) -> None:
+    def drop(self, req: DecodeRequest, reason: str) -> None:
         """The request ends before it had memory; its client is the caller's."""
-        self._works.remove(work)
-        self._rooms.given_up(work, reason)
-        self._forget(work)
+        self._reqs.remove(req)
+        self._routed_rooms.given_up(req, reason)
+        self._forget(req)
 
     def fail(self, failures: Iterable[tuple[DecodeRequest, Failure]]) -> None:
         """Ends requests, each with its reason."""
-        for work, failure in list(failures):
-            work.generation.fail(request_failed(failure))
+        for req, failure in list(failures):
+            req.generation.fail(request_failed(failure))
             self._metrics.room_ended("failed", failure.code)
-            self.drop(work, failure.reason)
+            self.drop(req, failure.reason)
 
     def refuse(self, key: RoomKey, failure: Failure) -> bool:
         """Ends the request whose prefill node says so itself; False if it does not wait here."""
-        for work in self:
-            if work.key == key:
-                self._rooms.opened(key)
-                self.fail([(work, failure)])
+        for req in self:
+            if req.key == key:
+                self._routed_rooms.opened(key)
+                self.fail([(req, failure)])
                 return True
         return False
 
@@ -92,17 +96,15 @@ class RequestQueue:
         """Ends what waits for a prefill node when there is none, and what was to be retried when there is no other."""
         if not peers.has_any():
             failure = Failure("no_prefill", peers.why_none(), 503)
-            self.fail((work, failure) for work in self)
+            self.fail((req, failure) for req in self)
         self.fail(
-            (work, work.failed_before)
-            for work in self
-            if work.failed_before is not None and peers.pick(work.avoids) is None
+            (req, req.failed_before) for req in self if req.failed_before is not None and peers.pick(req.avoids) is None
         )
 
-    def tick(self, admission_s: float) -> None:
-        """Tells prefill nodes what they must hear, and ends what waits for too long while nothing moves."""
-        self.tell()
-        now = time.monotonic()
-        reason = f"phase admission: no slot and pages became free for {admission_s:g} s (the deadline)"
+    def tick(self) -> None:
+        """Reminds prefill nodes of routed rooms, and ends what waits for too long while nothing moves."""
+        self.announce()
+        now = self._clock()
+        reason = f"phase admission: no slot and pages became free for {self._admission_s:g} s (the deadline)"
         failure = Failure("overloaded", reason, 503)
-        self.fail((work, failure) for work in self if now - max(self._moved, work.enqueued) > admission_s)
+        self.fail((req, failure) for req in self if now - max(self._moved, req.enqueued_at) > self._admission_s)

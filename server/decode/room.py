@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from server.engine.request import TokenLogprob
 from server.transfer.protocol import (
     Abort,
     Committed,
@@ -58,6 +59,10 @@ _PHASE_OF = {
 }
 
 
+Proof = TokenLogprob | Failure
+"""How the check of what arrived has ended: the first token of a proved hand-off, or what is wrong."""
+
+
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
@@ -68,9 +73,9 @@ class Opened:
 
 @dataclass(frozen=True)
 class Verified:
-    """The check of what arrived has ended; ``failure`` None if everything agrees."""
+    """The check of what arrived has ended."""
 
-    failure: Failure | None
+    proof: Proof
 
 
 @dataclass(frozen=True)
@@ -93,9 +98,10 @@ class Verify:
 
 @dataclass(frozen=True)
 class Commit:
-    """The state is complete and proved: decode on."""
+    """The state is complete and proved: decode on, after the token ``first``."""
 
     done: Done
+    first: TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,9 @@ class FencePeer:
 
     reason: str
 
+
+RequestAction = Commit | FailClient | Free
+"""What concerns the request's memory and its client."""
 
 DecodeAction = Send | Verify | Commit | FailClient | Free | FencePeer | Forget
 
@@ -166,7 +175,7 @@ class DecodeRoom:
             case Quiesced():
                 return self._on_quiesced(now)
             case Verified():
-                return self._on_verified(event.failure, now)
+                return self._on_verified(event.proof, now)
             case GivenUp():
                 return self._end(event.failure, now) if self.active else []
             case PeerLost():
@@ -192,20 +201,20 @@ class DecodeRoom:
             return [Verify(done)]
         return [self._abort()] if self.phase is DecodePhase.ENDING and not self._peer_gone else []
 
-    def _on_verified(self, failure: Failure | None, now: float) -> list[DecodeAction]:
+    def _on_verified(self, proof: Proof, now: float) -> list[DecodeAction]:
         self._verifying = False
         if self.phase is not DecodePhase.VERIFY or self._done is None:
             return self._free_if_safe()
-        if failure is not None:
-            rejected = Rejected(**self._ids(), component=failure.component, reason=clip(failure.reason))
-            return [Send(rejected), *self._end(failure, now)]
+        if isinstance(proof, Failure):
+            rejected = Rejected(**self._ids(), component=proof.component, reason=clip(proof.reason))
+            return [Send(rejected), *self._end(proof, now)]
         self._enter(DecodePhase.COMMITTED, now)
-        return [Commit(self._done), Send(Committed(**self._ids())), Forget("committed", "")]
+        return [Commit(self._done, proof), Send(Committed(**self._ids())), Forget("committed", "")]
 
     def _on_failed(self, failed: Failed, now: float) -> list[DecodeAction]:
         actions: list[DecodeAction] = []
         if self.phase in _REMOTE:
-            actions = self._end(Failure(failed.code, failed.reason, failed.status, failed.component), now)
+            actions = self._end(failure_of(failed), now)
         elif self.phase is DecodePhase.ENDING and not self._peer_gone:
             actions = [self._abort()]
         if failed.writes is Writes.UNKNOWN and self.phase is DecodePhase.ENDING:
@@ -271,3 +280,8 @@ class DecodeRoom:
 
     def _ids(self) -> RoomIds:
         return ids_of(self._reserve)
+
+
+def failure_of(failed: Failed) -> Failure:
+    """Why a prefill node ended a room."""
+    return Failure(failed.code, failed.reason, failed.status, failed.component)

@@ -8,40 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from server.decode.prefill_link import PrefillLink
 from server.decode.request import DecodeRequest
-from server.decode.room_manager import DecodeRoomManager
 from server.engine.request import RequestFailed, RoutedRoom
 from server.transfer.addresses import split_address
 from server.transfer.protocol import Abort, Registration, Waiting, clip, room_ids
 from server.transfer.rooms import Failure, RoomKey
 
-TELL_S = 1.0
+REPEAT_S = 1.0
 """A sign of life of every waiting room this often."""
 _LOCALHOST = "localhost"
 
 
-def link_of(receiver: DecodeRoomManager | None, named: RoutedRoom) -> PrefillLink:
-    """The connection to the prefill node that a router named.
+def link_of(links: Sequence[PrefillLink], routed: RoutedRoom) -> PrefillLink:
+    """The connection to the prefill node that a router chose.
 
-    Raises :class:`RequestFailed`: 503 if this decode node does not know it or is not registered with it, so that the
-    router tries another; 400 if it uses none (``receiver`` None).
+    Raises :class:`RequestFailed` (503) if it is none of ``links``, or not registered, so that the router tries another.
     """
-    if receiver is None:
-        message = "this node computes prompts itself (--local-prefill): it has no rooms with a prefill node"
-        raise RequestFailed("wrong_role", message, status=400)
-    wanted = _normal(named.address)
-    for link in receiver.links:
+    wanted = _normal(routed.address)
+    for link in links:
         if _normal(link.address) == wanted:
             if not (link.registered or link.coming_back):
                 raise RequestFailed("no_prefill", f"prefill {link.address}: {link.reason}", status=503)
             return link
-    known = ", ".join(link.address for link in receiver.links)
-    message = f"prefill {named.address} is not one of this decode node's, which are {known}: add it with --prefill"
+    known = ", ".join(link.address for link in links)
+    message = f"prefill {routed.address} is not one of this decode node's, which are {known}: add it with --prefill"
     raise RequestFailed("unknown_prefill", message, status=503)
 
 
@@ -55,8 +49,8 @@ def _normal(address: str) -> tuple[str, int]:
 
 
 @dataclass
-class _Told:
-    """What the prefill node was told of a room in ``registration``: first at ``since``, last at ``at``.
+class _Announced:
+    """A room of which the prefill node knows in ``registration``: since ``since``, last reminded at ``at``.
 
     ``is_paired``: it has said that it has its half of the room.
     """
@@ -68,66 +62,66 @@ class _Told:
 
 
 class RoutedRooms:
-    """Tells prefill nodes of the named rooms that wait here.
+    """Announces the rooms that wait here to their prefill nodes.
 
     Seconds by ``clock``; one that stays without its other half for ``pair_s`` ends.
     """
 
-    def __init__(self, pair_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pair_s: float, clock: Callable[[], float]) -> None:
         self._pair_s = pair_s
         self._clock = clock
-        self._told: dict[RoomKey, _Told] = {}
+        self._announced: dict[RoomKey, _Announced] = {}
 
     def tick(self, queue: Iterable[DecodeRequest]) -> list[tuple[DecodeRequest, Failure]]:
         """Says ``Waiting`` where it is due. Returns the rooms that can come to nothing, with the reason."""
         now, hopeless = self._clock(), []
-        for work in queue:
-            if work.link is not None and work.request.routed is not None:
-                failure = self._tell(work.key, work.link, now)
+        for req in queue:
+            if req.link is not None and req.request.routed is not None:
+                failure = self._announce(req.key, req.link, now)
                 if failure is not None:
-                    hopeless.append((work, failure))
+                    hopeless.append((req, failure))
         return hopeless
 
-    def _tell(self, key: RoomKey, link: PrefillLink, now: float) -> Failure | None:
-        told, registration = self._told.get(key), link.registration
+    def _announce(self, key: RoomKey, link: PrefillLink, now: float) -> Failure | None:
+        known, registration = self._announced.get(key), link.registration
         if registration is None:
             is_lost = not link.coming_back
             return Failure("no_prefill", f"prefill {link.address}: {link.reason}", 503) if is_lost else None
-        if told is not None and told.registration.prefill != registration.prefill:
+        if known is not None and known.registration.prefill != registration.prefill:
             return Failure("peer_lost", f"prefill {link.address} has restarted", 502)
-        if told is None or told.registration != registration:
-            told = self._told[key] = _Told(registration, now, float("-inf"))
-        waited_s = now - told.since
-        if not told.is_paired and waited_s > self._pair_s:
+        if known is None or known.registration != registration:
+            known = self._announced[key] = _Announced(registration, now, float("-inf"))
+        waited_s = now - known.since
+        if not known.is_paired and waited_s > self._pair_s:
             reason = f"phase pair: no request for room {key.room} was reported by prefill {link.address} for "
             reason += f"{waited_s:.1f} s (deadline {self._pair_s:g} s)"
             return Failure("deadline", reason, 504)
-        if now - told.at >= TELL_S:
-            told.at = now
+        if now - known.at >= REPEAT_S:
+            known.at = now
             link.send(Waiting(**room_ids(registration, key.room, key.epoch)))
         return None
 
     def request_arrived(self, key: RoomKey) -> bool:
         """The prefill node has its half of the room; False if that does not wait here."""
-        told = self._told.get(key)
-        if told is not None:
-            told.is_paired = True
-        return told is not None
+        known = self._announced.get(key)
+        if known is not None:
+            known.is_paired = True
+        return known is not None
 
-    def is_paired(self, work: DecodeRequest) -> bool:
+    def is_paired(self, req: DecodeRequest) -> bool:
         """Whether the prefill node has said so, in the registration that is valid now."""
-        told = self._told.get(work.key)
-        if told is None or work.link is None:
+        known = self._announced.get(req.key)
+        if known is None or req.link is None:
             return False
-        return told.is_paired and told.registration == work.link.registration
+        return known.is_paired and known.registration == req.link.registration
 
     def opened(self, key: RoomKey) -> None:
         """The room waits no longer: a ``Reserve`` follows, or the prefill node said itself that it is over."""
-        self._told.pop(key, None)
+        self._announced.pop(key, None)
 
-    def given_up(self, work: DecodeRequest, reason: str) -> None:
+    def given_up(self, req: DecodeRequest, reason: str) -> None:
         """The room is over before it had memory."""
-        told = self._told.pop(work.key, None)
-        if told is not None and work.link is not None and work.link.registration == told.registration:
-            ids = room_ids(told.registration, work.key.room, work.key.epoch)
-            work.link.send(Abort(**ids, reason=clip(reason)))
+        known = self._announced.pop(req.key, None)
+        if known is not None and req.link is not None and req.link.registration == known.registration:
+            ids = room_ids(known.registration, req.key.room, req.key.epoch)
+            req.link.send(Abort(**ids, reason=clip(reason)))

@@ -88,7 +88,7 @@ class Client:
 
 def room_phases(pair: Pair) -> list[str]:
     """The phases of the rooms on the decode node, in order of their opening."""
-    return [work.room.phase.value for work in pair.decode._manager.works.values() if work.room is not None]
+    return [req.room.phase.value for req in pair.decode.requests.reqs.values() if req.room is not None]
 
 
 async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
@@ -192,7 +192,7 @@ async def test_an_abort_in_every_phase_frees_both_nodes(
         await client.go()
         if others:
             await until(lambda: pair.decode.server_info()["waiting"] == 0, "it waits no more", 1.0)
-            await until(lambda: len(pair.decode._manager.works) == len(others), "only the others are left", 1.0)
+            await until(lambda: len(pair.decode.requests.reqs) == len(others), "only the others are left", 1.0)
         else:
             await pair.settled(FREED_S)
         for outputs, _ in await asyncio.gather(*others):
@@ -248,7 +248,7 @@ async def check_random_aborts(
         assert n_rounds > 1
         await pair.settled(FREED_S)
         assert pair.decode.server_info()["waiting"] == 0
-        assert not pair.decode._manager.works
+        assert not pair.decode.requests.reqs
         assert pair.d.metric("pd_fences_total") == 0
         for request, wanted in zip(witnesses, expected, strict=True):
             assert tokens((await pair.answer(request))[0]) == wanted

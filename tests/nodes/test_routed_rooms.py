@@ -110,7 +110,7 @@ async def test_the_sampling_is_the_decode_node_s(pair: Pair) -> None:
     at_d = d.node.submit(asked)
     p.node.submit(replace(asked, sampling=replace(asked.sampling, max_tokens=1)))
     await until(lambda: p.counts()["slots"]["reserved"] == 1)
-    ((work_at_p,), (work_at_d,)) = p.node._manager.works.values(), d.node._manager.works.values()
+    ((work_at_p,), (work_at_d,)) = p.node._manager.works.values(), d.node.requests.reqs.values()
     assert work_at_p.request.sampling == work_at_d.request.sampling
     assert work_at_p.request.sampling.seed is not None, "both must draw the same numbers"
     p.engine.gate.set()

@@ -26,7 +26,7 @@ from server.decode.room import (
     Verify,
 )
 from server.decode.routed_rooms import RoutedRooms
-from server.engine.request import GenerationRequest, RoutedRoom
+from server.engine.request import GenerationRequest, RoutedRoom, TokenLogprob
 from server.transfer.protocol import (
     Abort,
     AnyMessage,
@@ -330,7 +330,7 @@ class SimulatedDecode:
                 world.to_prefill(action.message)
             case Verify():
                 bad = Failure("component_mismatch", "simulated", 502, "swa")
-                verified = Verified(bad if world.hits(world.weather.bad_digest) else None)
+                verified = Verified(bad if world.hits(world.weather.bad_digest) else TokenLogprob(1, 0.0))
                 life = self.life
                 world.at(
                     world.rng.uniform(0, 3.0), lambda: self._verified(client, verified) if life == self.life else None
