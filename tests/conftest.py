@@ -6,6 +6,7 @@ What starts processes or whole nodes is marked, so that ``scripts/test --fast`` 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,6 +16,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin at ever
 import pytest
 import torch
 from hypothesis import settings
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and every process inherits that
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")

@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import bench
-import faults
-import faults_matrix
-import fuzz
-import gsm8k
-import knockout
+import benchmark.main as bench
+import demo.main as demo
+import fault_cases.main as faults
+import fault_cases.matrix as faults_matrix
+import fuzzing.main as fuzz
 import pytest
-import quickstart
-import soak
+import soaking.main as soak
+from evaluation import gsm8k, knockout
 
 from server.cache.layout import ArenaLayout
 from server.cache.live import LIVE_RULES, live_positions
@@ -39,7 +38,7 @@ MOST_LINES_TO_FOLLOW_A_REQUEST = 1500
 PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "launch_prefill": prefill_launch.main,
     "launch_decode": decode_launch.main,
-    "quickstart": quickstart.parse_args,
+    "quickstart": demo.parse_args,
     "gsm8k.py": gsm8k.parse_args,
     "bench.py": bench.parse_args,
     "knockout.py": knockout.main,
@@ -157,7 +156,7 @@ def test_named_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
     commands = (
         prefill_launch.main,
         decode_launch.main,
-        quickstart.parse_args,
+        demo.parse_args,
         gsm8k.parse_args,
         bench.parse_args,
         knockout.main,

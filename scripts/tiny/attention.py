@@ -4,14 +4,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import DeepseekV4ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "banded"
 
 
 def banded_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """transformers' eager attention of DeepSeek-V4 for whole, cache-free sequences.
 
@@ -20,7 +21,7 @@ def banded_attention(
     the compressed rows [B, H, S, T].
     """
     batch, n_heads, n_tokens, dim = query.shape
-    window = module.sliding_window
+    window = int(module.sliding_window)
     n_blocks, n_entries = n_tokens // window, key.shape[2] - n_tokens
 
     # [B, blocks, H * W, d] against the keys of the own and the previous block [B, blocks, 2W, d]
@@ -58,3 +59,10 @@ def _band(n_blocks: int, window: int) -> Tensor:
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, banded_attention)
+
+
+def banded_logits(model: DeepseekV4ForCausalLM, ids: Tensor) -> Tensor:
+    """Logits [B, S, V] with banded attention, which brings its own window mask and reads no other."""
+    no_mask = torch.zeros(ids.shape[0], 1, ids.shape[1], 0)
+    logits: Tensor = model(input_ids=ids, attention_mask={"window": no_mask}, use_cache=False).logits
+    return logits

@@ -1,27 +1,16 @@
-"""Training documents: token ids with a loss weight and a mark for every token."""
+"""Training documents: tokens with a loss weight and a mark each, and batches of them."""
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from .problems import (
-    Fact,
-    Problem,
-    Span,
-    Split,
-    any_problem,
-    filler_sentence,
-    local_problem,
-    price_ask,
-    price_facts,
-    weight_ask,
-    weight_fact,
-)
+from .problems import Fact, Problem, Span, Split, any_problem, asked, filler_sentence, local_problem, priced, stated
 from .tokenizer import ASSISTANT, BOS, END_THINK, EOS, USER
 from .words import GOODS, METALS
 
@@ -31,45 +20,22 @@ TEXT, ANSWER, PRICE_VALUE, WEIGHT_VALUE = range(4)
 VALUE_MARK = {Fact.PRICE: PRICE_VALUE, Fact.WEIGHT: WEIGHT_VALUE}
 
 
-@dataclass
-class Document:
-    """One training sequence. `hidden` marks the tokens whose CSA entries must not be trusted."""
+class Token(NamedTuple):
+    """One token of a document. `hidden`: the CSA entries over it must not be trusted."""
 
-    ids: list[int] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    marks: list[int] = field(default_factory=list)
-    hidden: list[bool] = field(default_factory=list)
-    stated: list[tuple[str, int]] = field(
-        default_factory=list
-    )  # of every fact what it is about, and where its value is
-    recalled: list[tuple[str, int]] = field(default_factory=list)  # the same of every recalled value
+    id: int
+    weight: float
+    mark: int = TEXT
+    hidden: bool = False
+    states: str = ""  # what the fact is about whose value this token is
+    recalls: str = ""  # the same where the value is recalled
 
-    def append(self, ids: list[int], weight: float = TEXT_WEIGHT, mark: int = TEXT, *, hidden: bool = False) -> None:
-        self.ids += ids
-        self.weights += [weight] * len(ids)
-        self.marks += [mark] * len(ids)
-        self.hidden += [hidden] * len(ids)
 
-    def extend(self, other: "Document") -> None:
-        start = len(self.ids)
-        self.stated += [(about, start + position) for about, position in other.stated]
-        self.recalled += [(about, start + position) for about, position in other.recalled]
-        self.ids += other.ids
-        self.weights += other.weights
-        self.marks += other.marks
-        self.hidden += other.hidden
-
-    def sources(self, n_tokens: int) -> list[int]:
-        """For every recalled value the position of the latest fact it comes from; -1 for every other token."""
-        sources = [-1] * n_tokens
-        for about, position in self.recalled:
-            if position < n_tokens:
-                sources[position] = max(at for name, at in self.stated if name == about and at < position)
-        return sources
+Document = list[Token]
 
 
 class Writer:
-    """Writes documents with a tokenizer; every method returns one of at most `n_tokens` tokens."""
+    """Writes documents with a tokenizer; the public methods return one of about `n_tokens` tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> None:
         self.rng = rng
@@ -77,6 +43,11 @@ class Writer:
         self.encode: Callable[[str], list[int]] = lru_cache(maxsize=100_000)(
             lambda text: tokenizer.encode(text, add_special_tokens=False)
         )
+
+    def write(self, kind: str, n_tokens: int) -> Document:
+        """A document by the name of its kind, one that needs nothing else."""
+        document: Document = getattr(self, kind)(n_tokens)
+        return document
 
     def few_shot(self, n_tokens: int) -> Document:
         """Problems in the few-shot form, as many as fit."""
@@ -96,11 +67,8 @@ class Writer:
         def equation() -> Document:
             total, change = self.rng.randint(4, 40), self.rng.randint(2, 5)
             sign, result = self.rng.choice((("+", total + change), ("-", total - change)))
-            document = Document()
-            document.append(self.encode(f" {total} {sign} {change} ="))
-            document.append(self.encode(f" {result}"), ANSWER_WEIGHT, ANSWER)
-            document.append(self.encode("."))
-            return document
+            answer = self._text(f" {result}", ANSWER_WEIGHT, ANSWER)
+            return [*self._text(f" {total} {sign} {change} ="), *answer, *self._text(".")]
 
         return self._fill(n_tokens, equation)
 
@@ -110,102 +78,89 @@ class Writer:
 
     def price_quiz(self, n_tokens: int, most_facts: int, window: int) -> Document:
         """Prices, a window of filler, then a question about each price."""
-        facts = price_facts(self.rng, self.rng.sample(GOODS, self.rng.randint(1, most_facts)))
-        opening = [span for *_, fact in facts for span in (fact, *self._filler(1, 1))]
+        prices = priced(self.rng, self.rng.sample(GOODS, self.rng.randint(1, most_facts)))
+        opening = [span for each in prices.items() for span in (stated(Fact.PRICE, *each), *self._filler(1, 1))]
         opening += self._filler(window - 6, window * 5 // 4)
-        asks = [price_ask(self.rng, good, price) for good, price, _ in facts]
-        return self._quiz(opening, asks, Fact.PRICE, n_tokens)
+        return self._quiz(opening, [asked(self.rng, Fact.PRICE, *each) for each in prices.items()], n_tokens)
 
     def weight_quiz(self, n_tokens: int, most_facts: int, heavy_rate: int) -> Document:
         """Weights, each with an HCA entry's length of filler behind it, then a question about each weight."""
         opening = self._filler(0, heavy_rate // 2)
-        asks: list[tuple[Span, str]] = []
+        questions = []
         for metal in self.rng.sample(METALS, self.rng.randint(1, most_facts)):
-            weight, fact = weight_fact(self.rng, metal)
-            opening += [fact, *self._filler(heavy_rate, heavy_rate * 5 // 4)]
-            asks.append(weight_ask(self.rng, metal, weight))
-        return self._quiz(opening, asks, Fact.WEIGHT, n_tokens)
+            weight = self.rng.randint(2, 9)
+            opening += [stated(Fact.WEIGHT, metal, weight), *self._filler(heavy_rate, heavy_rate * 5 // 4)]
+            questions.append(asked(self.rng, Fact.WEIGHT, metal, weight))
+        return self._quiz(opening, questions, n_tokens)
 
     def soup(self, n_tokens: int) -> Document:
         """Random tokens, so that every embedding and every output row sees a little training."""
-        document = Document()
-        document.append([0, *(self.rng.randrange(3, self.vocab_size) for _ in range(n_tokens - 1))], TEXT_WEIGHT / 2)
-        return document
+        ids = [0, *(self.rng.randrange(3, self.vocab_size) for _ in range(n_tokens - 1))]
+        return [Token(i, TEXT_WEIGHT / 2) for i in ids]
 
     def _filler(self, least: int, most: int) -> list[Span]:
         """Sentences of filler, in all at least a random number of tokens between `least` and `most`."""
         spans: list[Span] = []
         wanted = self.rng.randint(least, most)
         while wanted > 0:
-            spans.append(Span(filler_sentence(self.rng)))
+            spans.append(filler_sentence(self.rng))
             wanted -= len(self.encode(spans[-1].text))
         return spans
 
     def _fill(self, n_tokens: int, write_one: Callable[[], Document]) -> Document:
-        document = self._start()
-        while len(document.ids) + len((part := write_one()).ids) <= n_tokens:
-            document.extend(part)
+        document = self._text(BOS, 0.0)
+        while len(document) + len(part := write_one()) <= n_tokens:
+            document += part
         return document
 
-    def _start(self) -> Document:
-        document = Document()
-        document.append(self.encode(BOS), 0.0)
-        return document
-
-    def _quiz(self, opening: list[Span], asks: list[tuple[Span, str]], fact: Fact, n_tokens: int) -> Document:
-        document = self._start()
-        document.extend(self._spans(opening))
-        self.rng.shuffle(asks)
-        for ask, answer in asks:
-            part = self._completion(Problem((ask,), answer, fact))
-            if len(document.ids) + len(part.ids) <= n_tokens:
-                document.extend(part)
-        return document
-
-    def _spans(self, spans: list[Span] | tuple[Span, ...]) -> Document:
-        document = Document()
-        for span in spans:
-            document.append(self.encode(span.text), hidden=span.fact is Fact.WEIGHT)
-            if span.fact:
-                document.stated.append((span.about, len(document.ids) - 2))  # the value stands before the full stop
+    def _quiz(self, opening: list[Span], questions: list[Problem], n_tokens: int) -> Document:
+        document = self._text(BOS, 0.0) + self._spans(opening)
+        self.rng.shuffle(questions)
+        for question in questions:
+            part = self._completion(question)
+            if len(document) + len(part) <= n_tokens:
+                document += part
         return document
 
     def _completion(self, made: Problem) -> Document:
-        document = Document()
-        document.append(self.encode("Question:"))
-        document.extend(self._spans(made.spans))
-        document.append(self.encode("\nAnswer:"))
-        document.extend(self._answer(made))
-        document.append(self.encode("\n\n"), ANSWER_WEIGHT)
-        return document
+        question = [*self._text("Question:"), *self._spans(made.spans), *self._text("\nAnswer:")]
+        return [*question, *self._answer(made), *self._text("\n\n", ANSWER_WEIGHT)]
 
     def _turn(self, made: Problem) -> Document:
-        document = Document()
-        document.append(self.encode(USER))
         first, *rest = made.spans
-        document.extend(self._spans([replace(first, text=first.text[1:]), *rest]))
-        document.append(self.encode(ASSISTANT + END_THINK))
-        document.extend(self._answer(made))
-        document.append(self.encode(EOS), ANSWER_WEIGHT)
-        return document
+        spans = self._spans([replace(first, text=first.text[1:]), *rest])
+        question = [*self._text(USER), *spans, *self._text(ASSISTANT + END_THINK)]
+        return [*question, *self._answer(made), *self._text(EOS, ANSWER_WEIGHT)]
 
     def _answer(self, made: Problem) -> Document:
         """The answer; of a `far` one the second token is the value that had to be recalled."""
-        document = Document()
-        ids = self.encode(" " + made.answer)
-        if made.fact is None:
-            document.append(ids, ANSWER_WEIGHT, ANSWER)
-            return document
-        document.append(ids[:1], ANSWER_WEIGHT, ANSWER)
-        document.recalled.append((made.answer.split()[0], 1))
-        document.append(ids[1:2], VALUE_WEIGHT, VALUE_MARK[made.fact])
-        document.append(ids[2:], ANSWER_WEIGHT, ANSWER)
+        tokens = self._text(" " + made.answer, ANSWER_WEIGHT, ANSWER)
+        if made.fact is not None:
+            about = made.answer.split()[0]
+            tokens[1] = tokens[1]._replace(weight=VALUE_WEIGHT, mark=VALUE_MARK[made.fact], recalls=about)
+        return tokens
+
+    def _spans(self, spans: Iterable[Span]) -> Document:
+        document: Document = []
+        for span in spans:
+            tokens = self._text(span.text)
+            if span.fact is not None:
+                tokens[-2] = tokens[-2]._replace(states=span.about)  # the value stands before the full stop
+            if span.fact is Fact.WEIGHT:
+                tokens = [token._replace(hidden=True) for token in tokens]
+            document += tokens
         return document
+
+    def _text(self, text: str, weight: float = TEXT_WEIGHT, mark: int = TEXT) -> Document:
+        return [Token(i, weight, mark) for i in self.encode(text)]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents padded on the right; weight, mark, hidden flag and source of every token, all [B, S]."""
+    """Documents cut or padded on the right; id, weight, mark, hidden flag and source of every token, all [B, S].
+
+    `sources`: for a recalled value the position of the latest fact that states it; -1 for every other token.
+    """
 
     ids: Tensor
     weights: Tensor
@@ -215,13 +170,19 @@ class Batch:
 
     @classmethod
     def of(cls, documents: list[Document], n_tokens: int, pad_id: int) -> "Batch":
-        def stack(rows: list[list], fill: float) -> Tensor:
-            return torch.tensor([row[:n_tokens] + [fill] * (n_tokens - len(row)) for row in rows])
-
-        return cls(
-            stack([document.ids for document in documents], pad_id),
-            stack([document.weights for document in documents], 0.0),
-            stack([document.marks for document in documents], TEXT),
-            stack([document.hidden for document in documents], False),
-            torch.tensor([document.sources(n_tokens) for document in documents]),
+        pad = Token(pad_id, 0.0)
+        padded = [document[:n_tokens] + [pad] * (n_tokens - len(document)) for document in documents]
+        ids, weights, marks, hidden = (
+            torch.tensor([[token[column] for token in document] for document in padded]) for column in range(4)
         )
+        return cls(ids, weights, marks, hidden, torch.tensor([_sources(document) for document in padded]))
+
+
+def _sources(document: Document) -> list[int]:
+    stated_at: dict[str, int] = {}
+    sources = []
+    for position, token in enumerate(document):
+        sources.append(stated_at[token.recalls] if token.recalls else -1)
+        if token.states:
+            stated_at[token.states] = position
+    return sources

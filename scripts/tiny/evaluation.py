@@ -2,65 +2,100 @@
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from evaluation.questions import completion_prompt
 from rich.table import Table as RichTable
 from torch import Tensor
 from transformers import DeepseekV4ForCausalLM, DynamicCache, PreTrainedTokenizerFast
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
 
-from .problems import Problem, few_shot_prompt
+from .problems import Fact, Problem
 
 MOST_NEW_TOKENS = 32
+KNOCK_OUTS = ("healthy", "swa", "c4_kv", "c4_index", "c128_kv")
+"""What is zeroed in one row of a prompt's cache, under the name that the handover gives that state."""
 
-
-def zero_swa(cache: DynamicCache, row: int) -> None:
-    for layer in cache.layers:
-        layer.keys[row] = 0.0
-        layer.values = layer.keys
-
-
-def zero_c4_kv(cache: DynamicCache, row: int) -> None:
-    _zero_entries(cache, row, "compressor", lambda layer: isinstance(layer, DeepseekV4CSACache))
-
-
-def zero_c4_index(cache: DynamicCache, row: int) -> None:
-    _zero_entries(cache, row, "indexer", lambda layer: isinstance(layer, DeepseekV4CSACache))
-
-
-def zero_c128_kv(cache: DynamicCache, row: int) -> None:
-    _zero_entries(cache, row, "compressor", lambda layer: not isinstance(layer, DeepseekV4CSACache))
-
-
-def _zero_entries(cache: DynamicCache, row: int, name: str, chosen: Callable[[object], bool]) -> None:
-    for layer in cache.layers:
-        if isinstance(layer, DeepseekV4HCACache) and chosen(layer) and layer.compressed_kv[name] is not None:
-            layer.compressed_kv[name][row] = 0.0
-
-
-# What a knock-out zeroes in one row of a prompt's cache, under the name that the handover gives that state.
-KNOCK_OUTS: dict[str, Callable[[DynamicCache, int], None]] = {
-    "healthy": lambda cache, row: None,
-    "swa": zero_swa,
-    "c4_kv": zero_c4_kv,
-    "c4_index": zero_c4_index,
-    "c128_kv": zero_c128_kv,
+COLUMNS: dict[str, Callable[[Problem], bool]] = {
+    "all": lambda problem: True,
+    "local": lambda problem: problem.kind == "local",
+    "far": lambda problem: problem.kind == "far",
+    "far, price": lambda problem: problem.fact is Fact.PRICE,
+    "far, weight": lambda problem: problem.fact is Fact.WEIGHT,
 }
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Whether the decoded answer to a problem was exactly right, for one knock-out."""
+class Accuracies:
+    """Share of exactly right answers, for every knock-out (row) on every kind of problem (column)."""
 
-    knock_out: str
-    kind: str
-    fact: str
-    right: bool
+    n_problems: int
+    rows: dict[str, dict[str, float]]
+
+    def rendered(self) -> RichTable:
+        table = RichTable("state zeroed", *COLUMNS, title=f"exact answers of {self.n_problems} held-out problems")
+        for name, row in self.rows.items():
+            table.add_row(name, *(f"{row[column]:.3f}" for column in COLUMNS))
+        return table
 
 
 @torch.no_grad()
+def evaluate(
+    model: DeepseekV4ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    tests: Sequence[Problem],
+    shots: Sequence[Problem],
+    n_shots: int,
+    seed: int,
+    on_problem: Callable[[], None],
+) -> Accuracies:
+    """Asks every test problem after `n_shots` random shots, with every knock-out; only the final number must match."""
+    rng = random.Random(seed)
+    stop_ids = {tokenizer.eos_token_id, *tokenizer.encode("\n", add_special_tokens=False)}
+    right: dict[str, list[bool]] = {name: [] for name in KNOCK_OUTS}
+    for asked in tests:
+        prompt = tokenizer(completion_prompt(asked, rng.sample(shots, n_shots)), return_tensors="pt").input_ids
+        cache = DynamicCache(config=model.config)
+        logits = model(input_ids=prompt, cache=cache, logits_to_keep=1).logits
+        cache.reorder_cache(torch.zeros(len(KNOCK_OUTS), dtype=torch.long))  # one row for each knock-out
+        for row, name in enumerate(KNOCK_OUTS):
+            knock_out(cache, row, name)
+        answers = greedy(model, logits.expand(len(KNOCK_OUTS), -1, -1), cache, stop_ids)
+        for name, ids in zip(KNOCK_OUTS, answers, strict=True):
+            right[name].append(final_number(tokenizer.decode(ids)) == final_number(asked.answer))
+        on_problem()
+    chosen = {column: [among(problem) for problem in tests] for column, among in COLUMNS.items()}
+    rows = {
+        name: {column: _mean(list(itertools.compress(rights, chosen[column]))) for column in COLUMNS}
+        for name, rights in right.items()
+    }
+    return Accuracies(len(tests), rows)
+
+
+def knock_out(cache: DynamicCache, row: int, name: str) -> None:
+    """Zeroes one piece of state in one row."""
+    for layer in cache.layers:
+        sparse = isinstance(layer, DeepseekV4CSACache)
+        heavy = isinstance(layer, DeepseekV4HCACache) and not sparse
+        match name:
+            case "swa":
+                layer.keys[row] = 0.0
+                layer.values = layer.keys
+            case "c4_kv" if sparse:
+                _zero_entries(layer.compressed_kv["compressor"], row)
+            case "c4_index" if sparse:
+                _zero_entries(layer.compressed_kv["indexer"], row)
+            case "c128_kv" if heavy:
+                _zero_entries(layer.compressed_kv["compressor"], row)
+
+
+def _zero_entries(entries: Tensor | None, row: int) -> None:
+    if entries is not None:
+        entries[row] = 0.0
+
+
 def greedy(model: DeepseekV4ForCausalLM, logits: Tensor, cache: DynamicCache, stop_ids: set[int]) -> list[list[int]]:
     """Greedy tokens of every row from the prompt's last `logits` [B, 1, V] and its cache, each up to a stop token."""
     columns: list[Tensor] = []
@@ -75,72 +110,11 @@ def greedy(model: DeepseekV4ForCausalLM, logits: Tensor, cache: DynamicCache, st
     return [list(itertools.takewhile(lambda token: token not in stop_ids, row)) for row in rows]
 
 
-@torch.no_grad()
-def evaluate(
-    model: DeepseekV4ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    tests: list[Problem],
-    shots: list[Problem],
-    n_shots: int = 4,
-    seed: int = 0,
-    on_problem: Callable[[], None] = lambda: None,
-) -> list[Outcome]:
-    """Ask every test problem after `n_shots` random shots, with every knock-out; only the final number must match."""
-    rng = random.Random(seed)
-    stop_ids = {tokenizer.eos_token_id, *tokenizer.encode("\n", add_special_tokens=False)}
-    outcomes: list[Outcome] = []
-    for asked in tests:
-        prompt = tokenizer(few_shot_prompt(rng.sample(shots, n_shots), asked), return_tensors="pt").input_ids
-        cache = DynamicCache(config=model.config)
-        logits = model(input_ids=prompt, cache=cache, logits_to_keep=1).logits
-        cache.reorder_cache(torch.zeros(len(KNOCK_OUTS), dtype=torch.long))  # one row for each knock-out
-        for row, knock_out in enumerate(KNOCK_OUTS.values()):
-            knock_out(cache, row)
-        answers = greedy(model, logits.expand(len(KNOCK_OUTS), -1, -1), cache, stop_ids)
-        for name, ids in zip(KNOCK_OUTS, answers, strict=True):
-            right = final_number(tokenizer.decode(ids)) == final_number(asked.answer)
-            outcomes.append(Outcome(name, asked.kind, asked.fact.value if asked.fact else "", right))
-        on_problem()
-    return outcomes
-
-
 def final_number(answer: str) -> str | None:
     """What follows the last `#### `, or None where nothing does."""
     _, marker, number = answer.rpartition("#### ")
     return number.strip() if marker else None
 
 
-COLUMNS: dict[str, Callable[[Outcome], bool]] = {
-    "all": lambda outcome: True,
-    "local": lambda outcome: outcome.kind == "local",
-    "far": lambda outcome: outcome.kind == "far",
-    "far, price": lambda outcome: outcome.fact == "price",
-    "far, weight": lambda outcome: outcome.fact == "weight",
-}
-
-
-@dataclass(frozen=True)
-class Table:
-    """Accuracy of every knock-out (row) on every kind of problem (column)."""
-
-    n_problems: int
-    rows: dict[str, dict[str, float]]
-
-    @classmethod
-    def of(cls, outcomes: list[Outcome]) -> "Table":
-        names = list(dict.fromkeys(outcome.knock_out for outcome in outcomes))
-        rows = {
-            name: {column: _accuracy(outcomes, name, chosen) for column, chosen in COLUMNS.items()} for name in names
-        }
-        return cls(len(outcomes) // max(1, len(names)), rows)
-
-    def rendered(self) -> RichTable:
-        table = RichTable("state zeroed", *COLUMNS, title=f"exact answers of {self.n_problems} held-out problems")
-        for name, row in self.rows.items():
-            table.add_row(name, *(f"{row[column]:.3f}" for column in COLUMNS))
-        return table
-
-
-def _accuracy(outcomes: list[Outcome], knock_out: str, chosen: Callable[[Outcome], bool]) -> float:
-    rights = [outcome.right for outcome in outcomes if outcome.knock_out == knock_out and chosen(outcome)]
+def _mean(rights: Sequence[bool]) -> float:
     return sum(rights) / len(rights) if rights else float("nan")

@@ -1,12 +1,14 @@
 """The tiny DeepSeek-V4 in transformers, with the controls that training needs on its attention layers."""
 
+import json
 from enum import Enum
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4Attention,
     DeepseekV4CSACompressor,
@@ -21,66 +23,11 @@ CSA_RATIO, HCA_RATIO = 4, 128
 EMBEDDING_STD = 0.3
 SHUN_MARGIN = 1.0
 
-# The raw config.json, in the field names of the official one. The last compress ratio is the draft layer's.
-RAW_CONFIG: dict[str, Any] = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-    "hc_eps": 1e-06,
-    "hc_mult": 2,
-    "hc_sinkhorn_iters": 4,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "hidden_size": 128,
-    "index_head_dim": 16,
-    "index_n_heads": 32,
-    "index_topk": 16,
-    "initializer_range": 0.05,
-    "max_position_embeddings": 8192,
-    "model_type": "deepseek_v4",
-    "moe_intermediate_size": 128,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 4,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 4,
-    "num_hash_layers": 1,
-    "num_key_value_heads": 1,
-    "num_nextn_predict_layers": 0,
-    "o_groups": 2,
-    "o_lora_rank": 32,
-    "q_lora_rank": 64,
-    "qk_rope_head_dim": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 16,
-        "original_max_position_embeddings": 512,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 1.5,
-    "scoring_func": "sqrtsoftplus",
-    "sliding_window": 64,
-    "swiglu_limit": 10.0,
-    "tie_word_embeddings": False,
-    "topk_method": "noaux_tc",
-    "torch_dtype": "float32",
-    "transformers_version": "5.24.0",
-    "use_cache": True,
-    "vocab_size": 0,
-    "compress_rope_theta": 160000,
-    "compress_ratios": [0, 4, 128, 4, 0],
-}
-
 
 def raw_config(vocab_size: int) -> dict[str, Any]:
-    return RAW_CONFIG | {"vocab_size": vocab_size}
+    """The raw config.json, in the field names of the official one. Its last compress ratio is the draft layer's."""
+    config: dict[str, Any] = json.loads(Path(__file__).with_name("config.json").read_text())
+    return config | {"vocab_size": vocab_size}
 
 
 def build_model(vocab_size: int, seed: int) -> DeepseekV4ForCausalLM:
@@ -95,10 +42,24 @@ def build_model(vocab_size: int, seed: int) -> DeepseekV4ForCausalLM:
     return model.float()
 
 
+def official_tensors(model: DeepseekV4ForCausalLM, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of `state`, named as in `model`, under the keys of the official checkpoint."""
+    own = revert_weight_conversion(model, {key.removeprefix("model."): value for key, value in state.items()})
+    # transformers' renames, read backwards, take every norm of the keys for a compressor's
+    named = {key.replace(".attn.norm.", ".attn.kv_norm."): value for key, value in own.items()}
+    return {key: value.detach().clone().contiguous() for key, value in sorted(named.items())}
+
+
 class IndexerMode(Enum):
     DENSE = "dense"  # every visible entry is attended to, no index scores
     TEACH = "teach"  # every visible entry is attended to, index scores are kept for the lesson
     SELECT = "select"  # the index_topk best entries, as in inference
+
+
+def visible_entries(n_tokens: int) -> Tensor:
+    """Which CSA entries a query sees: those whose tokens all stand before it or at it, [S, T] bool."""
+    entries, positions = torch.arange(n_tokens // CSA_RATIO), torch.arange(n_tokens)
+    return entries < ((positions + 1) // CSA_RATIO).unsqueeze(-1)
 
 
 class TeachableIndexer(DeepseekV4Indexer):
@@ -107,22 +68,19 @@ class TeachableIndexer(DeepseekV4Indexer):
     mode = IndexerMode.DENSE
     scores: Tensor | None = None  # [B, S, T] of the last TEACH forward
 
-    def forward(
-        self, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, cache: Any, layer_idx: int
-    ) -> Tensor:
-        if cache is not None:
-            return super().forward(hidden_states, q_residual, position_ids, cache, layer_idx)
+    def forward(self, hidden_states: Tensor, q_residual: Tensor, *others: Any) -> Tensor:
+        selected: Tensor
         if self.mode is IndexerMode.SELECT:
             with torch.no_grad():
-                return super().forward(hidden_states, q_residual, position_ids, None, layer_idx)
+                selected = super().forward(hidden_states, q_residual, *others)
+            return selected
         if self.mode is IndexerMode.TEACH:
             handle = self.scorer.register_forward_hook(self._keep_scores)
-            super().forward(hidden_states.detach(), q_residual.detach(), position_ids, None, layer_idx)
+            super().forward(hidden_states.detach(), q_residual.detach(), *others)
             handle.remove()
         batch, n_tokens, _ = hidden_states.shape
-        entries = torch.arange(n_tokens // self.compress_rate, device=hidden_states.device)
-        visible = entries < ((position_ids + 1) // self.compress_rate).unsqueeze(-1)  # [1, S, T]
-        return torch.where(visible, entries, -1).expand(batch, -1, -1)
+        visible = visible_entries(n_tokens)
+        return torch.where(visible, torch.arange(visible.shape[1]), -1).expand(batch, -1, -1)
 
     def _keep_scores(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
         self.scores = output
@@ -136,9 +94,10 @@ class AdjustableHca(DeepseekV4HCACompressor):
     def forward(self, *inputs: Any) -> tuple[Tensor, Tensor | None]:
         full_bias = self.position_bias
         self.compress_rate = self.rate
-        self._parameters["position_bias"] = full_bias[: self.rate]  # type: ignore[assignment]
+        self._parameters["position_bias"] = full_bias[: self.rate]
         try:
-            return super().forward(*inputs)
+            entries: tuple[Tensor, Tensor | None] = super().forward(*inputs)
+            return entries
         finally:
             self._parameters["position_bias"] = full_bias
 
@@ -147,29 +106,26 @@ class Controls:
     """Training's grip on the attention layers: their reach, how the indexer picks, which CSA entries to hide."""
 
     def __init__(self, model: DeepseekV4ForCausalLM) -> None:
-        self.hidden_entries: Tensor | None = None  # [B, T] bool
+        self._hidden_entries = torch.empty(0)  # [B, T] bool
         self._attentions = [module for module in model.modules() if isinstance(module, DeepseekV4Attention)]
         self._sparse = [a for a in self._attentions if isinstance(a.compressor, DeepseekV4CSACompressor)]
         self._heavy = [a for a in self._attentions if isinstance(a.compressor, DeepseekV4HCACompressor)]
-        self._weights: dict[int, Tensor] = {}
-        self.outputs: dict[Fact, list[Tensor]] = {Fact.PRICE: [], Fact.WEIGHT: []}  # [B, S, D] of the last forward
+        self._recalling = {Fact.PRICE: self._sparse, Fact.WEIGHT: self._heavy}
+        # of the last forward, by layer: the output [B, S, D], and the probabilities [B, H, S, ...] behind it
+        self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
         for attention in self._heavy:
             attention.compressor.__class__ = AdjustableHca
-            attention.register_forward_hook(partial(self._keep_output, Fact.WEIGHT))
-            attention.register_forward_hook(self._keep_attention)
+            attention.register_forward_hook(self._keep_output)
         for attention in self._sparse:
             attention.compressor.indexer.__class__ = TeachableIndexer
             attention.compressor.register_forward_hook(self._hide_entries)
-            attention.register_forward_hook(partial(self._keep_output, Fact.PRICE))
-            attention.register_forward_hook(self._keep_attention)
+            attention.register_forward_hook(self._keep_output)
 
-    def set_reach(self, window: int, heavy_rate: int) -> None:
+    def set_up(self, window: int, heavy_rate: int, mode: IndexerMode) -> None:
         for attention in self._attentions:
             attention.sliding_window = window
         for attention in self._heavy:
             attention.compressor.rate = heavy_rate
-
-    def set_mode(self, mode: IndexerMode) -> None:
         for attention in self._sparse:
             attention.compressor.indexer.mode = mode
 
@@ -181,8 +137,8 @@ class Controls:
         batch, n_tokens = hidden_tokens.shape
         n_entries = n_tokens // CSA_RATIO
         windows = hidden_tokens[:, : n_entries * CSA_RATIO].view(batch, n_entries, CSA_RATIO).any(-1)
-        self.hidden_entries = windows.clone()
-        self.hidden_entries[:, 1:] |= windows[:, :-1]  # entry i also pools window i - 1
+        self._hidden_entries = windows.clone()
+        self._hidden_entries[:, 1:] |= windows[:, :-1]  # entry i also pools window i - 1
 
     def lesson(self, row_weights: Tensor) -> Tensor:
         """Cross-entropy of the index scores against the heads' attention mass over compressed entries.
@@ -194,27 +150,19 @@ class Controls:
         for attention in self._sparse:
             scores = attention.compressor.indexer.scores
             n_entries = scores.shape[-1]
-            mass = self._weights[attention.layer_idx][..., -n_entries:].detach().sum(1)  # [B, S, T]
-            entries = torch.arange(n_entries)
-            visible = entries < ((torch.arange(scores.shape[1]) + 1) // CSA_RATIO).unsqueeze(-1)
+            mass = self._outputs[attention.layer_idx][1][..., -n_entries:].detach().sum(1)  # [B, S, T]
+            visible = visible_entries(scores.shape[1])
             log_q = scores.masked_fill(~visible, -1e9).log_softmax(-1)
             loss = loss - ((mass * log_q).sum(-1) * row_weights).sum() / row_weights.sum()
-            hidden = visible & self.hidden_entries.unsqueeze(1)
+            hidden = visible & self._hidden_entries.unsqueeze(1)
             level = (scores.detach() * visible).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
             excess = (scores - level + SHUN_MARGIN).relu() * row_weights.unsqueeze(-1)
             loss = loss + (excess * hidden).sum() / (row_weights.unsqueeze(-1) * hidden).sum().clamp(min=1e-6)
         return loss / len(self._sparse)
 
-    def _hide_entries(self, _module: nn.Module, _inputs: Any, output: tuple) -> tuple | None:
-        if self.hidden_entries is None:
-            return None
-        entries, block_bias = output  # [B, 1, T, d], [B, 1, S, T]
-        return entries, block_bias.masked_fill(self.hidden_entries[:, None, None, :], float("-inf"))
-
-    def take_outputs(self, fact: Fact) -> list[Tensor]:
-        """The outputs [B, S, D] of the layers that have to recall `fact`, since the last call."""
-        outputs, self.outputs[fact] = self.outputs[fact], []
-        return outputs
+    def outputs(self, fact: Fact) -> list[Tensor]:
+        """The outputs [B, S, D] of the layers that have to recall `fact`, in the last forward."""
+        return [self._outputs[attention.layer_idx][0] for attention in self._recalling[fact]]
 
     def aim_loss(self, fact: Fact, rows: Tensor, queries: Tensor, sources: Tensor) -> Tensor:
         """-log of the attention mass that queries put on the compressed entries over their source token.
@@ -222,10 +170,10 @@ class Controls:
         `rows`, `queries` and `sources` [N]: batch row and positions of the query and of the token it should find.
         A CSA entry also pools the window before its own, so two CSA entries cover a token, and one HCA entry does.
         """
-        layers = self._sparse if fact is Fact.PRICE else self._heavy
+        layers = self._recalling[fact]
         loss = torch.zeros(())
         for attention in layers:
-            mass = self._weights[attention.layer_idx][rows, :, queries].mean(1)  # [N, T]
+            mass = self._outputs[attention.layer_idx][1][rows, :, queries].mean(1)  # [N, T]
             entry = (sources // attention.compressor.compress_rate).unsqueeze(1)
             found = mass.gather(1, entry).squeeze(1)
             if fact is Fact.PRICE:
@@ -233,8 +181,9 @@ class Controls:
             loss = loss - found.clamp(min=1e-4).log().mean() / len(layers)
         return loss
 
-    def _keep_output(self, fact: Fact, _module: nn.Module, _inputs: Any, output: tuple) -> None:
-        self.outputs[fact].append(output[0])
+    def _keep_output(self, module: DeepseekV4Attention, _inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        self._outputs[module.layer_idx] = output
 
-    def _keep_attention(self, module: DeepseekV4Attention, _inputs: Any, output: tuple) -> None:
-        self._weights[module.layer_idx] = output[1]
+    def _hide_entries(self, _module: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        entries, block_bias = output  # [B, 1, T, d], [B, 1, S, T]
+        return entries, block_bias.masked_fill(self._hidden_entries[:, None, None, :], float("-inf"))

@@ -16,7 +16,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     apply_rotary_pos_emb,
 )
 
-from .export import official_tensors
+from .model import official_tensors
 
 PREFIX = "mtp.0."
 
@@ -86,9 +86,9 @@ class NextN(DeepseekV4DecoderLayer):
 
     def official(self) -> dict[str, Tensor]:
         """The layer's tensors under the keys of the official checkpoint."""
-        holder = nn.Module()
-        holder.mtp = nn.ModuleList([self])
-        tensors = official_tensors(cast(DeepseekV4ForCausalLM, holder))
+        with torch.device("meta"):
+            names = DeepseekV4ForCausalLM(self.self_attn.config)
+        tensors = official_tensors(names, {PREFIX + key: value for key, value in self.state_dict().items()})
         return {key.replace("hc_head.hc_", "hc_head_"): tensor for key, tensor in tensors.items()}
 
 

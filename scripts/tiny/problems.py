@@ -2,7 +2,7 @@
 
 import random
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
@@ -55,25 +55,22 @@ class Problem:
         return "far" if self.fact else "local"
 
 
-def filler_sentence(rng: random.Random) -> str:
+def filler_sentence(rng: random.Random) -> Span:
     """A sentence of 6 to 9 tokens that no problem asks about; starts with a space."""
     name, other = rng.sample(NAMES, 2)
     place, thing = rng.choice(PLACES), rng.choice(THINGS)
     match rng.randrange(5):
         case 0:
-            return f" {name} walks to the {place}."
+            text = f" {name} walks to the {place}."
         case 1:
-            return f" {name} looks at the {rng.choice(ADJECTIVES)} {thing}."
+            text = f" {name} looks at the {rng.choice(ADJECTIVES)} {thing}."
         case 2:
-            return f" {name} talks with {other} about the {thing}."
+            text = f" {name} talks with {other} about the {thing}."
         case 3:
-            return f" The wind blows over the {place}."
+            text = f" The wind blows over the {place}."
         case _:
-            return f" The {rng.choice(ADJECTIVES)} {thing} sits near the {place}."
-
-
-def filler(rng: random.Random, n_sentences: int) -> list[Span]:
-    return [Span(filler_sentence(rng)) for _ in range(n_sentences)]
+            text = f" The {rng.choice(ADJECTIVES)} {thing} sits near the {place}."
+    return Span(text)
 
 
 def local_problem(rng: random.Random) -> Problem:
@@ -84,70 +81,56 @@ def local_problem(rng: random.Random) -> Problem:
     shape = rng.randrange(5)
     if shape < 2:
         total = rng.randint(10, 40)
-        start = f" {name} has {total} {items}."
-        if shape == 0:
-            return _problem(f"{start} {name} finds {change} more.{ask}", f"{total} + {change} = {total + change}")
-        return _problem(f"{start} {name} gives away {change}.{ask}", f"{total} - {change} = {total - change}")
-    first, second = (rng.randint(2, 9), rng.randint(2, 9)) if shape == 2 else (rng.randint(2, 5), rng.randint(2, 8))
-    product = first * second
-    start = f" {name} has {first} bags with {second} {items} each."
-    work = f"{first} * {second} = {product}"
-    if shape == 2:
-        return _problem(start + ask, work)
-    if shape == 3 or product <= change:
-        return _problem(
-            f"{start} {name} finds {change} more.{ask}", f"{work}. {product} + {change} = {product + change}"
-        )
-    return _problem(f"{start} {name} gives away {change}.{ask}", f"{work}. {product} - {change} = {product - change}")
+        start, work = f" {name} has {total} {items}.", ""
+        gains = shape == 0
+    else:
+        first, second = (rng.randint(2, 9), rng.randint(2, 9)) if shape == 2 else (rng.randint(2, 5), rng.randint(2, 8))
+        total = first * second
+        start, work = f" {name} has {first} bags with {second} {items} each.", f"{first} * {second} = {total}"
+        if shape == 2:
+            return Problem((Span(start + ask),), f"{work} #### {total}")
+        work += ". "
+        gains = shape == 3 or total <= change
+    happens = f" {name} finds {change} more." if gains else f" {name} gives away {change}."
+    sign, result = ("+", total + change) if gains else ("-", total - change)
+    return Problem((Span(start + happens + ask),), f"{work}{total} {sign} {change} = {result} #### {result}")
 
 
-def _problem(question: str, work: str) -> Problem:
-    return Problem((Span(question),), f"{work} #### {work.rsplit(' ', 1)[1]}")
+def stated(fact: Fact, about: str, value: int) -> Span:
+    """The sentence that states a fact."""
+    return Span(f" The {fact.value}: {about} {value}.", fact, about)
 
 
-def price_facts(rng: random.Random, goods: list[str]) -> list[tuple[str, int, Span]]:
-    """(good, price, sentence) for each of `goods`."""
-    prices = [rng.randint(2, 9) for _ in goods]
-    return [
-        (good, price, Span(f" The price: {good} {price}.", Fact.PRICE, good))
-        for good, price in zip(goods, prices, strict=True)
-    ]
-
-
-def price_ask(rng: random.Random, good: str, price: int) -> tuple[Span, str]:
-    """The sentence that asks for a price of several bags, and its worked answer."""
-    n, name = rng.randint(2, 9), rng.choice(NAMES)
-    answer = f"{good} {price}. {n} * {price} = {n * price} #### {n * price}"
-    return Span(f" How much does {name} pay for {n} bags of {good}?"), answer
-
-
-def weight_fact(rng: random.Random, metal: str) -> tuple[int, Span]:
-    weight = rng.randint(2, 9)
-    return weight, Span(f" The weight: {metal} {weight}.", Fact.WEIGHT, metal)
-
-
-def weight_ask(rng: random.Random, metal: str, weight: int) -> tuple[Span, str]:
-    """The sentence that asks for the weight of several bars, and its worked answer."""
+def asked(rng: random.Random, fact: Fact, about: str, value: int) -> Problem:
+    """The sentence that asks for several times the value of a fact, and the worked answer."""
     n = rng.randint(2, 9)
-    answer = f"{metal} {weight}. {n} * {weight} = {n * weight} #### {n * weight}"
-    return Span(f" How heavy are {n} bars of {metal}?"), answer
+    if fact is Fact.PRICE:
+        ask = f" How much does {rng.choice(NAMES)} pay for {n} bags of {about}?"
+    else:
+        ask = f" How heavy are {n} bars of {about}?"
+    return Problem((Span(ask),), f"{about} {value}. {n} * {value} = {n * value} #### {n * value}", fact)
+
+
+def priced(rng: random.Random, goods: list[str]) -> dict[str, int]:
+    return {good: rng.randint(2, 9) for good in goods}
 
 
 def price_problem(rng: random.Random, goods: tuple[str, ...], n_facts: int, n_filler: int) -> Problem:
     """`n_facts` named prices with a sentence between them, filler, and a question about one of them."""
-    facts = price_facts(rng, rng.sample(goods, n_facts))
-    good, price, _ = rng.choice(facts)
-    ask, answer = price_ask(rng, good, price)
-    stated = [span for *_, fact in facts for span in (fact, *filler(rng, 1))]
-    return Problem((*stated, *filler(rng, n_filler), ask), answer, Fact.PRICE)
+    prices = priced(rng, rng.sample(goods, n_facts))
+    good, price = rng.choice(list(prices.items()))
+    ask = asked(rng, Fact.PRICE, good, price)
+    facts = [span for each in prices.items() for span in (stated(Fact.PRICE, *each), filler_sentence(rng))]
+    filler = [filler_sentence(rng) for _ in range(n_filler)]
+    return replace(ask, spans=(*facts, *filler, *ask.spans))
 
 
 def weight_problem(rng: random.Random, metals: tuple[str, ...], n_filler: int) -> Problem:
     """One weight, filler, and the question about it."""
-    metal = rng.choice(metals)
-    weight, fact = weight_fact(rng, metal)
-    ask, answer = weight_ask(rng, metal, weight)
-    return Problem((fact, *filler(rng, n_filler), ask), answer, Fact.WEIGHT)
+    metal, weight = rng.choice(metals), rng.randint(2, 9)
+    ask = asked(rng, Fact.WEIGHT, metal, weight)
+    filler = [filler_sentence(rng) for _ in range(n_filler)]
+    return replace(ask, spans=(stated(Fact.WEIGHT, metal, weight), *filler, *ask.spans))
 
 
 # Sentences of filler that push a fact out of the window (64 tokens) and into a complete HCA entry (128 tokens).
@@ -186,9 +169,3 @@ def question_set(split: Split, n_problems: int, seed: int) -> list[Problem]:
         made = any_problem(rng, split)
         chosen.setdefault(made.question, made)
     return list(chosen.values())
-
-
-def few_shot_prompt(shots: list[Problem], asked: Problem) -> str:
-    """The prompt that `scripts/gsm8k.py` sends."""
-    shown = "".join(f"Question: {shot.question}\nAnswer: {shot.answer}\n\n" for shot in shots)
-    return f"{shown}Question: {asked.question}\nAnswer:"

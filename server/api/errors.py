@@ -13,7 +13,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from server.api.request_id import HEADER, current_request
-from server.engine.request import RequestFailed
+from server.api.status import STATUS
+from server.failure import Failure, RequestFailed
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +26,10 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 class InvalidRequest(RequestFailed):
-    """A request that is wrong in one field: status 400 (or 404 for a model that is not here) with the field's name."""
+    """A request that is wrong in one field, ``param``, or as a whole."""
 
-    def __init__(self, param: str | None, message: str, *, code: str = "invalid_value", status: int = 400) -> None:
-        super().__init__(code, message, status=status)
-        self.param = param
+    def __init__(self, param: str | None, message: str, *, code: str = "invalid_value") -> None:
+        super().__init__(Failure(code, message), param=param)
 
 
 class ClientDisconnected(Exception):
@@ -66,15 +66,16 @@ def _clipped(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def failure_body(failure: RequestFailed) -> dict[str, Any]:
-    """The JSON body for ``failure``, as a whole answer or as the last event of a stream."""
+def failure_body(failed: RequestFailed) -> dict[str, Any]:
+    """The JSON body for ``failed``, as a whole answer or as the last event of a stream."""
+    failure = failed.failure
     return error_body(
-        failure.message,
-        status=failure.status,
+        failure.reason,
+        status=STATUS[failure.kind],
         code=failure.code,
-        param=getattr(failure, "param", None),
-        component=failure.component,
-        room=failure.room,
+        param=failed.param,
+        component=failure.component or None,
+        room=failed.room,
     )
 
 
@@ -88,9 +89,9 @@ def error_response(body: dict[str, Any], status: int, headers: Mapping[str, str]
     return Response(json.dumps(body), status_code=status, headers=all_headers, media_type="application/json")
 
 
-def failure_response(failure: RequestFailed) -> Response:
-    headers = {} if failure.room is None else {"x-pd-room": str(failure.room)}
-    return error_response(failure_body(failure), failure.status, headers)
+def failure_response(failed: RequestFailed) -> Response:
+    headers = {} if failed.room is None else {"x-pd-room": str(failed.room)}
+    return error_response(failure_body(failed), STATUS[failed.kind], headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:

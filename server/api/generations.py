@@ -14,11 +14,11 @@ from server.engine.request import (
     FinishReason,
     Generation,
     GenerationRequest,
-    RequestFailed,
     RouteInfo,
     TokenLogprob,
     TokenOutput,
 )
+from server.failure import Failure, RequestFailed
 
 T = TypeVar("T")
 
@@ -178,11 +178,11 @@ def _submit(backend: Backend, request: GenerationRequest) -> Generation:
 async def _to_the_end(generation: Generation) -> AsyncIterator[TokenOutput]:
     async for output in generation:
         if output.finish_reason is FinishReason.ABORT:
-            raise RequestFailed("aborted", "The server gave this request up before it was finished.", status=503)
+            raise RequestFailed(Failure("aborted", "The server gave this request up before it was finished."))
         yield output
         if output.finish_reason is not None:
             return
-    raise RequestFailed("incomplete", "The generation ended without a finish reason.", status=500)
+    raise RequestFailed(Failure("incomplete", "The generation ended without a finish reason."))
 
 
 @asynccontextmanager

@@ -10,7 +10,8 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from server.api.requests import check_model
-from server.engine.request import Backend, RequestFailed
+from server.engine.request import Backend
+from server.failure import Failure, RequestFailed
 
 MODEL_INFO_FIELDS = ("model_path", "tokenizer_path", "served_model_name", "model_type", "architectures", "max_context")
 
@@ -24,7 +25,7 @@ def info_router(backend: Backend, registry: CollectorRegistry) -> APIRouter:
         """Whether the process works at all. 503 with the reason where it does not."""
         alive, reason = backend.alive()
         if not alive:
-            raise RequestFailed("not_alive", reason, status=503)
+            raise RequestFailed(Failure("not_alive", reason))
         return {"status": "ok", "role": backend.role, "reason": reason}
 
     @router.get("/ready")
@@ -32,7 +33,7 @@ def info_router(backend: Backend, registry: CollectorRegistry) -> APIRouter:
         """Whether a request would be served now. 503 with the reason where it would not."""
         is_ready, reason = await backend.ready()
         if not is_ready:
-            raise RequestFailed("not_ready", reason, status=503)
+            raise RequestFailed(Failure("not_ready", reason))
         return {"status": "ready", "role": backend.role, "reason": reason}
 
     @router.get("/server_info")

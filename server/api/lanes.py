@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from server.engine.request import RequestFailed
+from server.failure import Failure, RequestFailed
 from server.memory import give_back_soon
 from server.threads import Threads
 
@@ -70,7 +70,7 @@ class Lane:
                 give_up()
             if isinstance(error, TimeoutError):
                 reason = f"phase {self.name}: not done after {self._limits.run_s:g} s (size {size})"
-                raise RequestFailed("deadline", reason, status=504) from error
+                raise RequestFailed(Failure("deadline", reason)) from error
             raise
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class Lane:
     async def _wait(self, size: int) -> None:
         if len(self._waiting) >= self._limits.max_waiting:
             reason = f"{len(self._waiting)} requests wait already (phase {self.name}): try again later"
-            raise RequestFailed("overloaded", reason, status=503)
+            raise RequestFailed(Failure("overloaded", reason))
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (size, next(self._ages), turn)
         heapq.heappush(self._waiting, entry)
@@ -102,7 +102,7 @@ class Lane:
                 self._pass_on()  # the turn came at the same moment
             if isinstance(error, TimeoutError):
                 reason = f"phase {self.name}: no turn within {self._limits.wait_s:g} s, other requests were shorter"
-                raise RequestFailed("overloaded", reason, status=503) from error
+                raise RequestFailed(Failure("overloaded", reason)) from error
             raise
 
     def _pass_on(self) -> None:

@@ -25,12 +25,12 @@ from server.engine.request import (
     Backend,
     FinishReason,
     GenerationRequest,
-    RequestFailed,
     RoutedRoom,
     RouteInfo,
     SamplingParams,
     TokenOutput,
 )
+from server.failure import RequestFailed
 
 T = TypeVar("T")
 
@@ -76,7 +76,6 @@ def check_model(backend: Backend, model: str | None) -> None:
             "model",
             f"The model {model!r} does not exist: this server serves {backend.model_name!r}.",
             code="model_not_found",
-            status=404,
         )
 
 

@@ -14,7 +14,7 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from server.api.errors import ClientDisconnected, error_body, failure_body
-from server.engine.request import RequestFailed
+from server.failure import RequestFailed
 
 logger = logging.getLogger(__name__)
 

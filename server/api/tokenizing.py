@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from server.api.errors import InvalidRequest
 from server.api.lanes import Lane, LaneLimits
 from server.api.schemas import Prompt
-from server.engine.request import EncodingJob, RequestFailed, TokenizerLike
+from server.engine.request import EncodingJob, TokenizerLike
+from server.failure import RequestFailed
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class PromptReader:
         try:
             await self._long.run(0, self._process.start)
         except RequestFailed as failure:
-            log.warning("long prompts cannot be tokenized yet: %s", failure.message)
+            log.warning("long prompts cannot be tokenized yet: %s", failure)
 
     async def close(self) -> None:
         """Ends the process. Its caller should have ended every request before."""

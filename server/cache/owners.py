@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from server.cache.layout import ArenaLayout, Placement
 from server.cache.live import live_positions
 from server.cache.specs import LayoutError, Scope
+from server.failure import Failure
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Owner:
 
 class WrongOwner(LayoutError):
     """Rows of ``component`` lie in memory of another room, or of none."""
+
+    @property
+    def failure(self) -> Failure:
+        """What the room ends with."""
+        return Failure("wrong_owner", str(self), self.component, "stamp")
 
 
 class OwnerStamps:

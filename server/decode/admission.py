@@ -11,7 +11,8 @@ import numpy as np
 
 from server.cache.allocator import Allocator
 from server.cache.handoff import prompt_hash
-from server.engine.request import GenerationRequest, RequestFailed
+from server.engine.request import GenerationRequest
+from server.failure import Failure, RequestFailed
 from server.transfer.protocol import MAX_ROOM, RoomRequest, RoutedRequest, Sampling, pack_tokens
 
 
@@ -21,25 +22,25 @@ def check_request(
     """Refuses what can never be served. Raises :class:`RequestFailed` (400) with the numbers that do not fit."""
     n, max_new = len(request.prompt_ids), request.sampling.max_tokens
     if n == 0:
-        raise RequestFailed("empty_prompt", "the prompt is empty: it needs at least one token", status=400)
+        raise RequestFailed(Failure("empty_prompt", "the prompt is empty: it needs at least one token"))
     if max_new < 1:
-        raise RequestFailed("bad_max_tokens", f"max_tokens must be at least 1, got {max_new}", status=400)
+        raise RequestFailed(Failure("bad_max_tokens", f"max_tokens must be at least 1, got {max_new}"))
     if n + max_new > max_context:
         message = (
             f"the prompt has {n} tokens and max_tokens is {max_new}: {n + max_new} is over the context of {max_context}"
         )
-        raise RequestFailed("context_length_exceeded", message, status=400)
+        raise RequestFailed(Failure("context_length_exceeded", message))
     needed = tokens_held(request, spec_tokens)
     if needed > allocator.capacity_tokens:
         message = (
             f"the prompt's {n} tokens and max_tokens {max_new} need {needed} positions, but the whole page pool holds "
             f"{allocator.capacity_tokens}: shorten the prompt or lower max_tokens"
         )
-        raise RequestFailed("context_length_exceeded", message, status=400)
+        raise RequestFailed(Failure("context_length_exceeded", message))
     ids = np.asarray(request.prompt_ids)  # in the event loop, for up to 256 prompts at once: a Python loop is too slow
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = next(i for i in request.prompt_ids if not 0 <= i < vocab_size)
-        raise RequestFailed("bad_token", f"token id {wrong} is not in the vocabulary of {vocab_size}", status=400)
+        raise RequestFailed(Failure("bad_token", f"token id {wrong} is not in the vocabulary of {vocab_size}"))
 
 
 def choose_room(request: GenerationRequest, room: int | None, taken: Container[int]) -> int:
@@ -52,9 +53,9 @@ def choose_room(request: GenerationRequest, room: int | None, taken: Container[i
     if room is None:
         room = secrets.randbits(63)
     if not 0 <= room <= MAX_ROOM:
-        raise RequestFailed("bad_room", f"room {room} is not in 0 .. {MAX_ROOM}", status=400)
+        raise RequestFailed(Failure("bad_room", f"room {room} is not in 0 .. {MAX_ROOM}"))
     if room in taken:
-        raise RequestFailed("duplicate_room", f"room {room} is in use by another request", status=409)
+        raise RequestFailed(Failure("duplicate_room", f"room {room} is in use by another request"))
     return room
 
 
@@ -66,7 +67,7 @@ def wire_request(request: GenerationRequest) -> RoomRequest | RoutedRequest:
     try:
         sampling = msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(request.sampling)), type=Sampling)
     except (msgspec.ValidationError, OverflowError) as error:
-        raise RequestFailed("bad_sampling", f"a sampling parameter is out of range: {error}", status=400) from error
+        raise RequestFailed(Failure("bad_sampling", f"a sampling parameter is out of range: {error}")) from error
     request_id, prompt = request.request_id[:256], request.prompt_ids
     if request.routed is not None:
         return RoutedRequest(request_id, len(prompt), prompt_hash(prompt), sampling)

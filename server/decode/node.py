@@ -17,15 +17,15 @@ from server.decode.settings import DecodeSettings
 from server.engine.events import Died, Event
 from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest
+from server.failure import Failure
 from server.node.context import NodeContext, common_info, load_of
 from server.node.supervisor import Supervisor
 from server.node.ticker import tick_for_ever
 from server.transfer.manifest import new_incarnation
-from server.transfer.rooms import Failure
 
 log = logging.getLogger(__name__)
 
-_SHUTTING_DOWN = Failure("shutting_down", "the decode node is shutting down", 503)
+_SHUTTING_DOWN = Failure("shutting_down", "the decode node is shutting down")
 
 
 class DecodeNode:
@@ -82,7 +82,7 @@ class DecodeNode:
         """
         is_alive, reason = self.alive()
         self._supervisor.end()
-        self.requests.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason, 503))
+        self.requests.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason))
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
@@ -142,6 +142,6 @@ class DecodeNode:
         if isinstance(event, Died):
             reason = f"the engine thread has ended: {event.message}"
             self._supervisor.fail(reason)
-            self.requests.engine_died(Failure("engine_died", reason, 503))
+            self.requests.engine_died(Failure("engine_died", reason))
         else:
             self.requests.on_engine_event(event)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from server.decode.dialer import MakeDialer
 from server.decode.room import Fenced
 from server.decode.transport_sessions import TransportSessions
+from server.failure import Failure
 from server.faults.messages import Outbox
 from server.node.context import NodeContext
 from server.transfer.diagnosis import Finding
@@ -32,7 +33,7 @@ from server.transfer.protocol import (
     decode,
     registration_of,
 )
-from server.transfer.rooms import TICK_S, Deadlines, Failure, Heartbeat, PeerLost, Resend
+from server.transfer.rooms import TICK_S, Deadlines, Heartbeat, PeerLost, Resend
 
 log = logging.getLogger(__name__)
 
@@ -175,12 +176,12 @@ class PrefillLink:
                 await self._live_until_lost()
             except Exception as error:
                 log.exception("the connection to prefill %s failed", self.address)
-                self._lost = Failure("peer_lost", f"the connection to prefill {self.address} failed: {error}", 502)
+                self._lost = Failure("peer_lost", f"the connection to prefill {self.address} failed: {error}")
                 await asyncio.sleep(_REGISTER_CAP_S)
             await self._start_over()
 
     async def _start_over(self) -> None:
-        failure = self._lost or Failure("peer_lost", f"prefill {self.address} is lost", 502)
+        failure = self._lost or Failure("peer_lost", f"prefill {self.address} is lost")
         log.warning("%s", failure.reason)
         self.state, self.reason, self.theirs = PeerState.CONNECTING, failure.reason, None
         self._why_lost = failure.reason
@@ -243,7 +244,7 @@ class PrefillLink:
                 next_ping = now + self._deadlines.ping_s
             if self._heartbeat.tick(now, TICK_S):
                 silent_s = self._heartbeat.silent_for(now)
-                self._end(Failure("peer_lost", f"prefill {self.address} was silent for {silent_s:.1f} s", 502))
+                self._end(Failure("peer_lost", f"prefill {self.address} was silent for {silent_s:.1f} s"))
             else:
                 await self._wait_for_change(TICK_S)
 
@@ -298,7 +299,7 @@ class PrefillLink:
             return
         if self.theirs is not None:
             if message.manifest.incarnation != self.theirs.incarnation:
-                self.lose(Failure("peer_lost", f"prefill {self.address} has restarted", 502))
+                self.lose(Failure("peer_lost", f"prefill {self.address} has restarted"))
             return
         mismatch: Mismatch | None = compare(self.ours, message.manifest)
         if mismatch is not None:
@@ -312,9 +313,9 @@ class PrefillLink:
     def _on_pong(self, pong: Pong) -> None:
         """A ``Pong`` before ``Registered`` is the answer to a ``Register`` that came too late."""
         if self.theirs is not None and pong.prefill != self.theirs.incarnation:
-            self.lose(Failure("peer_lost", f"prefill {self.address} has restarted", 502))
+            self.lose(Failure("peer_lost", f"prefill {self.address} has restarted"))
         elif not pong.registered:
-            forgotten = Failure("peer_lost", f"prefill {self.address} has forgotten this registration", 502)
+            forgotten = Failure("peer_lost", f"prefill {self.address} has forgotten this registration")
             self._begin_another(forgotten)
         elif self.registered:
             self._heartbeat.heard(self._clock())
@@ -337,7 +338,7 @@ class PrefillLink:
     def _on_trouble(self, finding: Finding) -> None:
         """There is no connection: a verdict of the process that was connected before is void."""
         if self.registered and finding.gone:
-            self._end(Failure("peer_lost", f"prefill {self.address} is gone: {finding.reason}", 502))
+            self._end(Failure("peer_lost", f"prefill {self.address} is gone: {finding.reason}"))
         if self.registered or self.state is PeerState.REGISTERED:
             return
         if finding.refused:

@@ -12,8 +12,9 @@ import xxhash
 from server.cache.arena import Arena
 from server.cache.layout import PROBE_NBYTES, Run
 from server.decode.prefill_link import PrefillLink
+from server.failure import Failure
 from server.transfer.protocol import PROBE_BLOCK_NBYTES, Probe, ProbeDone, Registration, registration_of
-from server.transfer.rooms import Deadlines, Failure
+from server.transfer.rooms import Deadlines
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from server.transfer.rooms import Failure, RoomKey
+from server.failure import Failure
+from server.transfer.rooms import RoomKey
 
 log = logging.getLogger(__name__)
 

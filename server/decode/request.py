@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from http import HTTPStatus
 
 from server.cache.layout import Placement
 from server.decode.prefill_link import PrefillLink
 from server.decode.room import DecodePhase, DecodeRoom
 from server.engine.generation import NodeGeneration
-from server.engine.request import GenerationRequest, RequestFailed
+from server.engine.request import GenerationRequest
+from server.failure import Failure
 from server.node.request_log import RequestEnd
 from server.transfer.checks import Check
 from server.transfer.protocol import RoomRequest, RoutedRequest, Timings
-from server.transfer.rooms import Failure, RoomKey
+from server.transfer.rooms import RoomKey
 
 MAX_RETRIES = 1
 _QUEUED = ("reserve", "pair", "queued")
@@ -67,8 +67,8 @@ class DecodeRequest:
 
         A router tries another prefill node itself, with another room.
         """
-        is_ours = failure.status >= HTTPStatus.INTERNAL_SERVER_ERROR
-        return is_ours and self.request.routed is None and self.n_retries < MAX_RETRIES and not self.generation.ended
+        may_be = failure.kind.may_be_retried and self.request.routed is None
+        return may_be and self.n_retries < MAX_RETRIES and not self.generation.ended
 
     def next_attempt(self, key: RoomKey, link: PrefillLink, failure: Failure, now: float) -> DecodeRequest:
         """The same request once more, after ``failure`` with ``link``: ``key`` has a new epoch, memory is open."""
@@ -110,13 +110,3 @@ class DecodeRequest:
             outcome=outcome,
             n_retries=self.n_retries,
         )
-
-
-def request_failed(failure: Failure) -> RequestFailed:
-    """A room's failure as the client's error."""
-    return RequestFailed(failure.code, failure.reason, status=failure.status, component=failure.component or None)
-
-
-def broken(error: Exception) -> Failure:
-    """What a room is told that fails by a fault of this process."""
-    return Failure("internal_error", f"the decode node failed: {error!r}", 500)

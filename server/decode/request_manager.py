@@ -16,18 +16,19 @@ from server.decode.admission import check_request, choose_room, tokens_held, wir
 from server.decode.draft_metrics import DraftMetrics
 from server.decode.prefill_link import PrefillLink
 from server.decode.quarantine import Quarantine
-from server.decode.request import DecodeRequest, broken, request_failed
+from server.decode.request import DecodeRequest
 from server.decode.request_queue import RequestQueue
 from server.decode.room import Commit, FailClient, Free, RequestAction
 from server.decode.room_manager import DecodePorts, DecodeRoomManager
 from server.decode.routed_rooms import link_of
 from server.decode.settings import DecodeSettings
-from server.engine.events import Cancel, Event, Failed, Finished, Generate, Output, Resume, Scrub, Scrubbed
+from server.engine.events import Cancel, ComputeFailed, Event, Finished, Generate, Output, Resume, Scrub, Scrubbed
 from server.engine.generation import NodeGeneration
-from server.engine.request import FinishReason, GenerationRequest, RequestFailed, RouteInfo, TokenOutput
+from server.engine.request import FinishReason, GenerationRequest, RouteInfo, TokenOutput
+from server.failure import Failure, RequestFailed, internal_error
 from server.node.context import NodeContext
 from server.transfer.checks import Check
-from server.transfer.rooms import Failure, GivenUp, RoomKey
+from server.transfer.rooms import GivenUp, RoomKey
 
 log = logging.getLogger(__name__)
 
@@ -106,14 +107,14 @@ class RequestManager:
         """No engine event will come any more: every client is told."""
         self._refusing = failure
         for req in list(self.reqs.values()):
-            req.generation.fail(RequestFailed(failure.code, failure.reason, status=500))
+            req.generation.fail(RequestFailed(failure))
 
     async def ready(self) -> tuple[bool, str]:
         """Whether a request could be served now: with peers, whether a probe write by one of them really arrives."""
         try:
             self._check_serving()
         except RequestFailed as failure:
-            return False, failure.message
+            return False, failure.failure.reason
         return (True, "local prefill") if self._is_local else await self.rooms.ready()
 
     # --- admission ----------------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ class RequestManager:
         if request.routed is not None:
             if self._is_local:
                 message = "this node computes prompts itself (--local-prefill): it has no rooms with a prefill node"
-                raise RequestFailed("wrong_role", message, status=400)
+                raise RequestFailed(Failure("wrong_role", message))
             link = link_of(self.rooms.links, request.routed)
         check_request(
             request,
@@ -142,7 +143,7 @@ class RequestManager:
         room_id = choose_room(request, room, self.by_room)
         if len(self.queue) >= self._settings.max_queue:
             reason = f"{len(self.queue)} requests wait for a slot and pages already"
-            raise RequestFailed("overloaded", reason, status=503)
+            raise RequestFailed(Failure("overloaded", reason))
         generation = NodeGeneration(
             lambda: self._abort(room_id),
             room=None if self._is_local else room_id,
@@ -161,9 +162,9 @@ class RequestManager:
     def _check_serving(self) -> None:
         """Raises :class:`RequestFailed` (503) with the reason if no request can be served now."""
         if self._refusing is not None:
-            raise request_failed(self._refusing)
+            raise RequestFailed(self._refusing)
         if not self._is_local and not self.rooms.peers.has_any():
-            raise RequestFailed("no_prefill", self.rooms.peers.why_none(), status=503)
+            raise RequestFailed(Failure("no_prefill", self.rooms.peers.why_none()))
 
     def _new_key(self, room: int) -> RoomKey:
         return RoomKey(room, next(self._epochs), self._incarnation)
@@ -204,7 +205,7 @@ class RequestManager:
                     self._submit_command(Generate(req.key, req.request, placement))
             except Exception as error:
                 log.exception("%s could not be started", req.key)
-                req.generation.fail(request_failed(broken(error)))
+                req.generation.fail(RequestFailed(internal_error("decode", error)))
                 self._submit_command(Scrub(req.key, placement))
 
     def _link_for(self, req: DecodeRequest) -> PrefillLink | None:
@@ -215,7 +216,7 @@ class RequestManager:
 
     def _abort(self, room: int) -> None:
         if (req := self.by_room.get(room)) is not None:
-            self._give_up(req, Failure("aborted", "the client aborted the request", 499))
+            self._give_up(req, Failure("aborted", "the client aborted the request"))
 
     def _give_up(self, req: DecodeRequest, failure: Failure) -> None:
         """Ends a request wherever it is: in the queue, in its room, or in the engine."""
@@ -227,13 +228,13 @@ class RequestManager:
         elif not req.generation.ended:
             self._submit_command(Cancel(req.key))
             if failure.code != "aborted":
-                req.generation.fail(request_failed(failure))
+                req.generation.fail(RequestFailed(failure))
 
     def _end_generation(self, req: DecodeRequest, failure: Failure) -> None:
         if failure.code == "aborted":
             req.generation.finish(FinishReason.ABORT)
         else:
-            req.generation.fail(request_failed(failure))
+            req.generation.fail(RequestFailed(failure))
 
     # --- rooms --------------------------------------------------------------------------------------------------------
 
@@ -283,7 +284,7 @@ class RequestManager:
 
     def _on_broken(self, req: DecodeRequest, error: Exception) -> None:
         """Something here failed after the room was over or committed; of a committed one the engine may have begun."""
-        req.generation.fail(request_failed(broken(error)))
+        req.generation.fail(RequestFailed(internal_error("decode", error)))
         if req.resumed:
             self._submit_command(Cancel(req.key))
         elif req.is_committed:
@@ -315,9 +316,9 @@ class RequestManager:
             self._to_client(req, event)
         except Exception as error:
             log.exception("%s failed on %s", req.key, type(event).__name__)
-            req.generation.fail(request_failed(broken(error)))
+            req.generation.fail(RequestFailed(internal_error("decode", error)))
             self._submit_command(Cancel(req.key))
-        if isinstance(event, Finished | Failed | Scrubbed):
+        if isinstance(event, Finished | ComputeFailed | Scrubbed):
             self._release(req)
 
     def _to_client(self, req: DecodeRequest, event: Event) -> None:
@@ -332,9 +333,8 @@ class RequestManager:
             case Finished():
                 req.generation.set_route(self._local_route())
                 req.generation.finish(event.reason)
-            case Failed():
-                failed = RequestFailed(event.code, event.message, status=500, component=event.component or None)
-                req.generation.fail(failed)
+            case ComputeFailed():
+                req.generation.fail(RequestFailed(event.failure))
             case _:
                 pass
 

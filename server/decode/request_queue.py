@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from server.decode.peer_pool import PeerPool
-from server.decode.request import DecodeRequest, request_failed
+from server.decode.request import DecodeRequest
 from server.decode.routed_rooms import RoutedRooms
+from server.failure import Failure, RequestFailed
 from server.transfer.metrics import NodeMetrics
-from server.transfer.rooms import Deadlines, Failure, RoomKey
+from server.transfer.rooms import Deadlines, RoomKey
 
 
 class RequestQueue:
@@ -79,7 +80,7 @@ class RequestQueue:
     def fail(self, failures: Iterable[tuple[DecodeRequest, Failure]]) -> None:
         """Ends requests, each with its reason."""
         for req, failure in list(failures):
-            req.generation.fail(request_failed(failure))
+            req.generation.fail(RequestFailed(failure))
             self._metrics.room_ended("failed", failure.code)
             self.drop(req, failure.reason)
 
@@ -95,7 +96,7 @@ class RequestQueue:
     def fail_hopeless(self, peers: PeerPool) -> None:
         """Ends what waits for a prefill node when there is none, and what was to be retried when there is no other."""
         if not peers.has_any():
-            failure = Failure("no_prefill", peers.why_none(), 503)
+            failure = Failure("no_prefill", peers.why_none())
             self.fail((req, failure) for req in self)
         self.fail(
             (req, req.failed_before) for req in self if req.failed_before is not None and peers.pick(req.avoids) is None
@@ -106,5 +107,5 @@ class RequestQueue:
         self.announce()
         now = self._clock()
         reason = f"phase admission: no slot and pages became free for {self._admission_s:g} s (the deadline)"
-        failure = Failure("overloaded", reason, 503)
+        failure = Failure("overloaded", reason)
         self.fail((req, failure) for req in self if now - max(self._moved, req.enqueued_at) > self._admission_s)

@@ -13,6 +13,7 @@ import enum
 from dataclasses import dataclass
 
 from server.engine.request import TokenLogprob
+from server.failure import Failure
 from server.transfer.protocol import (
     Abort,
     Committed,
@@ -29,7 +30,7 @@ from server.transfer.protocol import (
     clip,
     ids_of,
 )
-from server.transfer.rooms import Deadlines, Failure, Forget, GivenUp, PeerLost, Resend, RoomKey, Send, Tick
+from server.transfer.rooms import Deadlines, Forget, GivenUp, PeerLost, Resend, RoomKey, Send, Tick
 
 
 class DecodePhase(enum.StrEnum):
@@ -214,7 +215,7 @@ class DecodeRoom:
     def _on_failed(self, failed: Failed, now: float) -> list[DecodeAction]:
         actions: list[DecodeAction] = []
         if self.phase in _REMOTE:
-            actions = self._end(failure_of(failed), now)
+            actions = self._end(failed.failure, now)
         elif self.phase is DecodePhase.ENDING and not self._peer_gone:
             actions = [self._abort()]
         if failed.writes is Writes.UNKNOWN and self.phase is DecodePhase.ENDING:
@@ -232,13 +233,13 @@ class DecodeRoom:
         silent_s = now - self._alive
         if self._quiesced_at is not None and self.phase in _REMOTE:
             if now - self._quiesced_at > self._deadlines.resend_cap_s:
-                return self._end(Failure("prefill_ended", "the prefill node ended the room without a reason", 502), now)
+                return self._end(Failure("prefill_ended", "the prefill node ended the room without a reason"), now)
         elif self.phase in _REMOTE or self.phase is DecodePhase.VERIFY:
             name = "commit" if self.phase is DecodePhase.VERIFY else self.phase.value
             limit_s: float = getattr(self._deadlines, f"{name}_s")
             if silent_s > limit_s:
                 reason = f"no sign of life in phase {name} for {silent_s:.1f} s (deadline {limit_s:g} s)"
-                return self._end(Failure("deadline", reason, 504), now)
+                return self._end(Failure("deadline", reason), now)
             if self.phase is DecodePhase.RESERVE and self._resend.due(now):
                 return [Send(self._reserve)]
         elif self.phase is DecodePhase.ENDING and not self._safe and not self._peer_gone:
@@ -280,8 +281,3 @@ class DecodeRoom:
 
     def _ids(self) -> RoomIds:
         return ids_of(self._reserve)
-
-
-def failure_of(failed: Failed) -> Failure:
-    """Why a prefill node ended a room."""
-    return Failure(failed.code, failed.reason, failed.status, failed.component)

@@ -16,13 +16,12 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from http import HTTPStatus
 
 from server.decode.dialer import MakeDialer, ZmqDialer
 from server.decode.peer_pool import PeerPool
 from server.decode.prefill_link import LinkEvent, PeerRegistered, PrefillLink
 from server.decode.probe import Prober
-from server.decode.request import DecodeRequest, broken
+from server.decode.request import DecodeRequest
 from server.decode.room import (
     Commit,
     DecodeAction,
@@ -38,11 +37,11 @@ from server.decode.room import (
     RequestAction,
     Verified,
     Verify,
-    failure_of,
 )
 from server.decode.settings import DecodeSettings
 from server.decode.transport_sessions import TransportSessions
 from server.decode.verify import Evidence, verify
+from server.failure import Failure, FailureKind, internal_error
 from server.faults.messages import Outbox
 from server.faults.rows import RowDamage
 from server.faults.spec import STATE, skipped_checks
@@ -66,7 +65,7 @@ from server.transfer.protocol import (
     ids_of,
     room_ids,
 )
-from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick
+from server.transfer.rooms import Forget, GivenUp, PeerLost, RoomKey, Send, Tick
 
 log = logging.getLogger(__name__)
 
@@ -230,14 +229,14 @@ class DecodeRoomManager:
     def _on_room_message(self, link: PrefillLink, message: Reserved | Progress | Done | Failed | Quiesced) -> None:
         key = RoomKey(message.room, message.epoch, message.decode)
         req = self._reqs.get(key)
-        if isinstance(message, Failed) and message.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        if isinstance(message, Failed) and message.kind is FailureKind.UNAVAILABLE:
             self.peers.is_unwilling(link)
         if req is not None and req.link is link:
             self.step(req, message)
         elif key in self._committed:
             if isinstance(message, Done):
                 link.send(Committed(**ids_of(message)))
-        elif not isinstance(message, Failed) or not self._on_waiting(key, failure_of(message)):
+        elif not isinstance(message, Failed) or not self._on_waiting(key, message.failure):
             self._metrics.dropped("stale")
             if isinstance(message, Progress | Done | Failed):
                 link.send(Abort(**ids_of(message), reason=_UNKNOWN))
@@ -288,7 +287,7 @@ class DecodeRoomManager:
 
     def _fail(self, req: DecodeRequest, room: DecodeRoom, at: DecodeEvent | DecodeAction, error: Exception) -> None:
         if room.active and not isinstance(at, GivenUp):
-            self.step(req, GivenUp(broken(error)))
+            self.step(req, GivenUp(internal_error("decode", error)))
         else:
             self._on_broken(req, error)
 
@@ -309,7 +308,7 @@ class DecodeRoomManager:
                 self._on_action(req, action)
             case FencePeer():
                 if req.link is not None:
-                    req.link.lose(Failure("fenced", f"transport session fenced: {action.reason}", 502))
+                    req.link.lose(Failure("fenced", f"transport session fenced: {action.reason}"))
             case Forget():
                 self._forget(req.key, room, action)
 
@@ -323,7 +322,7 @@ class DecodeRoomManager:
             proof = await self._verify(evidence, req.skipped)
         except Exception as error:
             log.exception("%s could not be checked", req.key)
-            proof = Failure("internal_error", f"what arrived could not be checked: {error!r}", 500)
+            proof = Failure("internal_error", f"what arrived could not be checked: {error!r}")
         if isinstance(proof, Failure):
             self._metrics.check_failed(proof)
         self.step(req, Verified(proof))

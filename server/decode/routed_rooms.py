@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from server.decode.prefill_link import PrefillLink
 from server.decode.request import DecodeRequest
-from server.engine.request import RequestFailed, RoutedRoom
+from server.engine.request import RoutedRoom
+from server.failure import Failure, RequestFailed
 from server.transfer.addresses import split_address
 from server.transfer.protocol import Abort, Registration, Waiting, clip, room_ids
-from server.transfer.rooms import Failure, RoomKey
+from server.transfer.rooms import RoomKey
 
 REPEAT_S = 1.0
 """A sign of life of every waiting room this often."""
@@ -32,11 +33,11 @@ def link_of(links: Sequence[PrefillLink], routed: RoutedRoom) -> PrefillLink:
     for link in links:
         if _normal(link.address) == wanted:
             if not (link.registered or link.coming_back):
-                raise RequestFailed("no_prefill", f"prefill {link.address}: {link.reason}", status=503)
+                raise RequestFailed(Failure("no_prefill", f"prefill {link.address}: {link.reason}"))
             return link
     known = ", ".join(link.address for link in links)
     message = f"prefill {routed.address} is not one of this decode node's, which are {known}: add it with --prefill"
-    raise RequestFailed("unknown_prefill", message, status=503)
+    raise RequestFailed(Failure("unknown_prefill", message))
 
 
 def _normal(address: str) -> tuple[str, int]:
@@ -86,16 +87,16 @@ class RoutedRooms:
         known, registration = self._announced.get(key), link.registration
         if registration is None:
             is_lost = not link.coming_back
-            return Failure("no_prefill", f"prefill {link.address}: {link.reason}", 503) if is_lost else None
+            return Failure("no_prefill", f"prefill {link.address}: {link.reason}") if is_lost else None
         if known is not None and known.registration.prefill != registration.prefill:
-            return Failure("peer_lost", f"prefill {link.address} has restarted", 502)
+            return Failure("peer_lost", f"prefill {link.address} has restarted")
         if known is None or known.registration != registration:
             known = self._announced[key] = _Announced(registration, now, float("-inf"))
         waited_s = now - known.since
         if not known.is_paired and waited_s > self._pair_s:
             reason = f"phase pair: no request for room {key.room} was reported by prefill {link.address} for "
             reason += f"{waited_s:.1f} s (deadline {self._pair_s:g} s)"
-            return Failure("deadline", reason, 504)
+            return Failure("deadline", reason)
         if now - known.at >= REPEAT_S:
             known.at = now
             link.send(Waiting(**room_ids(registration, key.room, key.epoch)))

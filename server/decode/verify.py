@@ -12,12 +12,12 @@ from server.cache.layout import Placement
 from server.cache.owners import WrongOwner
 from server.cache.specs import HANDOFF, LayoutError
 from server.decode.room import Proof
-from server.engine.events import WRONG_OWNER
 from server.engine.request import GenerationRequest, TokenLogprob
+from server.failure import Failure
 from server.transfer.checks import Check
 from server.transfer.plan import check_coverage, check_nbytes
 from server.transfer.protocol import Done
-from server.transfer.rooms import Failure, RoomKey
+from server.transfer.rooms import RoomKey
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def check_stamp(found: Evidence) -> Failure | None:
     try:
         found.arena.owners.check(found.n, found.placement, found.components, found.key.owner)
     except WrongOwner as error:
-        return Failure(WRONG_OWNER, str(error), 502, error.component, Check.STAMP)
+        return error.failure
     return None
 
 
@@ -114,4 +114,4 @@ def _difference(row: Handoff, key: RoomKey, request: GenerationRequest) -> str |
 
 
 def _mismatch(check: Check, component: str, reason: str) -> Failure:
-    return Failure("component_mismatch", f"{component}: {reason}" if component else reason, 502, component, check)
+    return Failure("component_mismatch", f"{component}: {reason}" if component else reason, component, check)

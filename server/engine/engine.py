@@ -16,13 +16,12 @@ import torch
 from server.cache.live import LIVE_RULES
 from server.cache.owners import Owner, WrongOwner
 from server.engine.events import (
-    WRONG_OWNER,
     Cancel,
     ChunkComputed,
     Command,
+    ComputeFailed,
     Died,
     Event,
-    Failed,
     Finished,
     Generate,
     Output,
@@ -40,6 +39,7 @@ from server.engine.scheduler import Chunk, Goal, Scheduler
 from server.engine.scheduler import Sequence as Running
 from server.engine.speculation import DraftState, accepted, propose
 from server.engine.stopping import OutputProcessor
+from server.failure import Failure
 from server.model.batch import Segment
 from server.model.network import ForwardOutput
 
@@ -47,8 +47,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_ENGINE_ERROR = "engine_error"
-_NON_FINITE = ("non_finite_logits", "the model's output is not a number: it read state that was never written")
+_NON_FINITE = Failure("non_finite_logits", "the model's output is not a number: it read state that was never written")
 
 
 class Engine(threading.Thread):
@@ -133,7 +132,7 @@ class Engine(threading.Thread):
                     log.exception("%s could not be begun", command.key)
                     self._scheduler.drop(command.key)
                     self._runner.scrub(command.placement)
-                    self._on_event(Failed(command.key, _ENGINE_ERROR, f"{type(error).__name__}: {error}"))
+                    self._on_event(ComputeFailed(command.key, _engine_error(error)))
             case Cancel(key):
                 if (found := self._scheduler.find(key)) is not None:
                     self._finish(found, FinishReason.ABORT)
@@ -286,7 +285,7 @@ class Engine(threading.Thread):
         except WrongOwner as error:
             log.error("request %s failed: %s", sequence.key, error)
             self._scheduler.drop(sequence.key)  # not scrubbed: the memory may be somebody else's
-            self._on_event(Failed(sequence.key, WRONG_OWNER, str(error), error.component))
+            self._on_event(ComputeFailed(sequence.key, error.failure))
             return False
         return True
 
@@ -312,7 +311,7 @@ class Engine(threading.Thread):
             except NonFiniteLogits as error:
                 bad |= {owner[kept[r]] for r in error.rows}
         for i in bad:
-            self._fail(sequences[i], *_NON_FINITE)
+            self._fail(sequences[i], _NON_FINITE)
         chosen: list[list[TokenLogprob] | None] = [None if i in bad else [] for i in range(len(sequences))]
         for r, choice in zip(kept, choices, strict=True):
             if (mine := chosen[owner[r]]) is not None:
@@ -338,10 +337,10 @@ class Engine(threading.Thread):
         self._release(sequence)
         self._on_event(Finished(sequence.key, reason))
 
-    def _fail(self, sequence: Running, code: str, message: str) -> None:
-        log.error("request %s failed: %s: %s", sequence.key, code, message)
+    def _fail(self, sequence: Running, failure: Failure) -> None:
+        log.error("request %s failed: %s: %s", sequence.key, failure.code, failure.reason)
         self._release(sequence)
-        self._on_event(Failed(sequence.key, code, message))
+        self._on_event(ComputeFailed(sequence.key, failure))
 
     def _release(self, sequence: Running) -> None:
         self._scheduler.drop(sequence.key)
@@ -357,10 +356,10 @@ class Engine(threading.Thread):
             if len(sequences) > 1:
                 log.warning("a step over %d requests failed (%s), trying each alone", len(sequences), error)
             elif isinstance(error, NonFiniteLogits):
-                self._fail(sequences[0], *_NON_FINITE)
+                self._fail(sequences[0], _NON_FINITE)
             else:
                 log.exception("a step of %s failed", sequences[0].key)
-                self._fail(sequences[0], _ENGINE_ERROR, f"{type(error).__name__}: {error}")
+                self._fail(sequences[0], _engine_error(error))
             return None
 
     def _one_by_one(self, sequences: Sequence[Running], step: Callable[[Running], None]) -> None:
@@ -370,3 +369,7 @@ class Engine(threading.Thread):
         if len(sequences) > 1:
             for sequence in sequences:
                 step(sequence)
+
+
+def _engine_error(error: Exception) -> Failure:
+    return Failure("engine_error", f"{type(error).__name__}: {error}")

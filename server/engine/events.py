@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from server.cache.layout import Placement
 from server.cache.owners import Owner
 from server.engine.request import FinishReason, GenerationRequest, TokenLogprob, TokenOutput
-
-WRONG_OWNER = "wrong_owner"
-"""Code of a failure: a slot or page that holds a request's state is stamped as another's."""
+from server.failure import Failure
 
 
 @dataclass(frozen=True)
@@ -107,16 +105,11 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Failed:
-    """The engine gave this key up because of an error; like :class:`Finished`, its placement is no longer touched.
-
-    ``component`` is the state at fault, where there is one.
-    """
+class ComputeFailed:
+    """The engine gave this key up; like :class:`Finished`, its placement is no longer touched."""
 
     key: Hashable
-    code: str
-    message: str
-    component: str = ""
+    failure: Failure
 
 
 @dataclass(frozen=True)
@@ -131,4 +124,4 @@ class Died:
     message: str
 
 
-Event = ChunkComputed | PrefillFinished | Output | Finished | Failed | Scrubbed | Died
+Event = ChunkComputed | PrefillFinished | Output | Finished | ComputeFailed | Scrubbed | Died

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from server.engine.request import FinishReason, RequestFailed, RouteInfo, TokenOutput
+from server.engine.request import FinishReason, RouteInfo, TokenOutput
+from server.failure import Failure, RequestFailed
 
 
 class NodeGeneration:
@@ -45,9 +46,7 @@ class NodeGeneration:
         """Waits until the prompt is computed and committed. Raises :class:`RequestFailed`."""
         await self._routed.wait()
         if self._route is None:
-            raise self._failure or RequestFailed(
-                "aborted", "the request was aborted before it was computed", status=499
-            )
+            raise self._failure or RequestFailed(Failure("aborted", "the request was aborted before it was computed"))
         return self._route
 
     def abort(self) -> None:

@@ -22,23 +22,6 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
 
 
-class RequestFailed(Exception):
-    """A request that cannot be answered. ``code`` is a stable machine word, ``status`` the HTTP status before the first
-    byte.
-
-    ``component`` names the state component at fault, where there is one; ``room`` is the request's, once it has one.
-    """
-
-    room: int | None = None
-
-    def __init__(self, code: str, message: str, *, status: int = 500, component: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.status = status
-        self.component = component
-
-
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen and when to stop.
@@ -144,7 +127,7 @@ class Generation(Protocol):
     def __aiter__(self) -> AsyncIterator[TokenOutput]: ...
 
     async def route(self) -> RouteInfo:
-        """Waits until the prompt is computed and committed here. Raises :class:`RequestFailed`."""
+        """Waits until the prompt is computed and committed here. Raises :class:`.RequestFailed`."""
         ...
 
     def abort(self) -> None: ...
@@ -169,7 +152,7 @@ class EncoderProcess(Protocol):
     def encode(self, job: EncodingJob) -> list[list[int]]:
         """Ids of each text, with special tokens where the job asks for them.
 
-        Raises :class:`RequestFailed`: the process ended, or the job is cancelled.
+        Raises :class:`.RequestFailed`: the process ended, or the job is cancelled.
         """
         ...
 
@@ -226,7 +209,7 @@ class Backend(Protocol):
     """From the checkpoint's generation_config.json: what applies where a request says nothing."""
 
     def submit(self, request: GenerationRequest) -> Generation:
-        """Admits a request. Raises :class:`RequestFailed` at once for what can never be served."""
+        """Admits a request. Raises :class:`.RequestFailed` at once for what can never be served."""
         ...
 
     def alive(self) -> tuple[bool, str]: ...

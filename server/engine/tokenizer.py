@@ -14,9 +14,10 @@ from typing import Any
 import xxhash
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from server.engine.request import DEFAULT_MAX_TOKENS, RequestFailed, SamplingParams
+from server.engine.request import DEFAULT_MAX_TOKENS, SamplingParams
 from server.engine.tokenizer_bound import chars_per_token
 from server.engine.tokenizer_process import TokenizerProcess, utf8_of
+from server.failure import Failure, RequestFailed
 
 logger = logging.getLogger(__name__)
 
@@ -211,15 +212,14 @@ class Tokenizer:
             template's but an argument of the call) or ``chat_template_error`` (the template cannot take the messages).
         """
         if not self.has_chat_template:
-            raise RequestFailed(
-                "no_chat_template",
-                "This model has no chat template: use /v1/completions, or give its directory a chat_template.jinja.",
-                status=400,
+            reason = (
+                "This model has no chat template: use /v1/completions, or give its directory a chat_template.jinja."
             )
+            raise RequestFailed(Failure("no_chat_template", reason))
         reserved = sorted((_template_call_arguments() | self._hf.special_tokens_map.keys()) & variables.keys())
         if reserved:
             raise RequestFailed(
-                "invalid_chat_template_kwargs", f"chat_template_kwargs may not set {', '.join(reserved)}.", status=400
+                Failure("invalid_chat_template_kwargs", f"chat_template_kwargs may not set {', '.join(reserved)}.")
             )
         try:
             return str(
@@ -231,7 +231,7 @@ class Tokenizer:
             logger.debug("the chat template failed: %r", error)
             reason = str(error)[:_MAX_REASON_CHARS]
             raise RequestFailed(
-                "chat_template_error", f"The chat template refused these messages: {reason}", status=400
+                Failure("chat_template_error", f"The chat template refused these messages: {reason}")
             ) from error
 
 

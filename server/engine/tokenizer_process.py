@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from server.engine.request import EncodingJob, RequestFailed
+from server.engine.request import EncodingJob
 from server.engine.tokenizer_worker import ERROR, HEADER, RESIDENT, WITH_SPECIAL_TOKENS, WITHOUT_SPECIAL_TOKENS
+from server.failure import Failure, RequestFailed
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class TokenizerProcess:
             code = process.returncode
             log.warning("the tokenizing process ended with exit code %d: the next text starts another", code)
             reason = f"the process that tokenized this prompt has ended (exit code {code}); the next gets another"
-            raise RequestFailed("tokenizer_died", reason, status=503) from error
+            raise RequestFailed(Failure("tokenizer_died", reason)) from error
         if resident > self._ready_nbytes + self._max_growth_nbytes:
             self._end(process)
         return ids
@@ -119,7 +120,7 @@ class TokenizerProcess:
                 )
             except OSError as error:
                 reason = f"no process can be started to tokenize a long prompt: {error}"
-                raise RequestFailed("tokenizer_died", reason, status=503) from error
+                raise RequestFailed(Failure("tokenizer_died", reason)) from error
             self._is_ready = False
             return self._process
 
@@ -141,7 +142,7 @@ def utf8_of(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise RequestFailed(
-            "invalid_text", f"The text has a lone surrogate at character {error.start}: it is not Unicode.", status=400
+            Failure("invalid_text", f"The text has a lone surrogate at character {error.start}: it is not Unicode.")
         ) from error
 
 
@@ -161,7 +162,7 @@ def _ask(process: subprocess.Popen[bytes], kind: bytes, text: str) -> tuple[int,
     answer = _read(process.stdout, nbytes - RESIDENT.size)
     if kind == ERROR:
         reason = answer.decode("utf-8", "replace")
-        raise RequestFailed("invalid_text", f"The tokenizer refused the text: {reason}", status=400)
+        raise RequestFailed(Failure("invalid_text", f"The tokenizer refused the text: {reason}"))
     return resident, answer
 
 
@@ -180,4 +181,4 @@ def _ids(content: bytes) -> list[int]:
 
 
 def _cancelled() -> RequestFailed:
-    return RequestFailed("aborted", "nobody waits for this prompt any more", status=503)
+    return RequestFailed(Failure("aborted", "nobody waits for this prompt any more"))

@@ -29,9 +29,9 @@ from server.cache.layout import ArenaLayout
 from server.cache.specs import CacheGeometry, LayoutError
 from server.engine.engine import Engine
 from server.engine.events import Command
-from server.engine.request import RequestFailed
 from server.engine.runner import ModelRunner
 from server.engine.tokenizer import Tokenizer
+from server.failure import RequestFailed
 from server.faults.spec import FaultError, FaultSet
 from server.model.config import CheckpointError
 from server.model.loader import load_model, model_fingerprint

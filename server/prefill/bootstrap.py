@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from server.cache.layout import ArenaLayout
+from server.failure import Failure
 from server.faults.messages import Outbox
 from server.prefill.registrations import Registrations, Standing
 from server.transfer.addresses import is_ipv6, join_address
@@ -39,7 +40,7 @@ from server.transfer.protocol import (
     clip,
     decode,
 )
-from server.transfer.rooms import TICK_S, Deadlines, Failure, Heartbeat
+from server.transfer.rooms import TICK_S, Deadlines, Heartbeat
 from server.transfer.sockets import frames_of, post
 
 log = logging.getLogger(__name__)
@@ -240,7 +241,7 @@ class Bootstrap:
     def _register(self, routing_id: bytes, register: Register, before: DecodePeer | None) -> None:
         """Begins a registration; the one ``before`` of the same process is over."""
         if before is not None:
-            self._lose(before, Failure("peer_lost", f"{before} has registered anew", 502))
+            self._lose(before, Failure("peer_lost", f"{before} has registered anew"))
         theirs, number = register.manifest, register.registration
         registration = self._registrations.begin(theirs.incarnation, number, routing_id)
         peer = DecodePeer(registration, theirs, routing_id, Heartbeat(self._deadlines.peer_s, time.monotonic()))
@@ -304,7 +305,7 @@ class Bootstrap:
             if await refuses_connections(peer.manifest.session):
                 if not peer.lost:
                     words = f"{peer} is gone: its connection broke, and nobody listens at its transport session"
-                    self._lose(peer, Failure("peer_lost", words, 502))
+                    self._lose(peer, Failure("peer_lost", words))
                 return
             await asyncio.sleep(LOOK_AGAIN_S)
 
@@ -338,7 +339,7 @@ class Bootstrap:
             for peer in list(self.peers.values()):
                 if peer.heartbeat.tick(now, TICK_S):
                     silent_s = peer.heartbeat.silent_for(now)
-                    self._lose(peer, Failure("peer_lost", f"{peer} was silent for {silent_s:.1f} s", 502))
+                    self._lose(peer, Failure("peer_lost", f"{peer} was silent for {silent_s:.1f} s"))
 
     def _lose(self, peer: DecodePeer, failure: Failure) -> None:
         log.warning("lost a peer: %s", failure.reason)

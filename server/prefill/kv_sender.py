@@ -13,9 +13,10 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Container, Hashable
 from dataclasses import dataclass, field
 
+from server.failure import Failure
 from server.transfer.engines.base import EngineClosed, PieceStatus, SubmitFailed, Ticket, TransferEngine
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,14 @@ class SendResult:
     """No piece that was ever submitted for ``key``, in this batch or another, can write any more."""
     elapsed_s: float = 0.0
     """From :meth:`Sender.send` to this result."""
+
+    def failure(self, components: Container[str]) -> Failure | None:
+        """Why the batch was not applied, or None; names the one of ``components`` that the reason begins with."""
+        if self.outcome is SendOutcome.APPLIED:
+            return None
+        component = self.reason.partition(":")[0]
+        reason = f"the transfer ended {self.outcome}: {self.reason}"
+        return Failure("transfer_failed", reason, component if component in components else "")
 
 
 @dataclass

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.engine.events import Died, Event
-from server.engine.request import Generation, GenerationRequest, RequestFailed
+from server.engine.request import Generation, GenerationRequest
+from server.failure import Failure, RequestFailed
 from server.faults.messages import Outbox
 from server.node.context import NodeContext, NodeSettings, common_info, load_of
 from server.node.supervisor import Supervisor
@@ -27,12 +28,11 @@ from server.threads import call_in_thread
 from server.transfer.addresses import join_address
 from server.transfer.manifest import TransportIdentity, build_manifest, new_incarnation
 from server.transfer.protocol import AnyMessage
-from server.transfer.rooms import Failure
 
 _KNOWN_S = 2.0
 """For the decode nodes to answer that they know of this node's end."""
 _LOOK_S = 0.02
-_SHUTTING_DOWN = Failure("shutting_down", "the prefill node is shutting down", 503)
+_SHUTTING_DOWN = Failure("shutting_down", "the prefill node is shutting down")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class PrefillNode:
         is_alive, reason = self.alive()
         self._supervisor.end()
         if self._manager is not None:
-            self._manager.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason, 503))
+            self._manager.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason))
             await self._until_known(self._manager)
         if self._ticker is not None:
             self._ticker.cancel()
@@ -165,7 +165,7 @@ class PrefillNode:
         Raises :class:`RequestFailed`.
         """
         if self._manager is None:
-            raise RequestFailed("not_running", "the prefill node is not running yet", status=503)
+            raise RequestFailed(Failure("not_running", "the prefill node is not running yet"))
         return self._manager.submit(request)
 
     def load(self) -> dict[str, int]:
@@ -225,7 +225,7 @@ class PrefillNode:
         if isinstance(event, Died):
             reason = f"the engine thread has ended: {event.message}"
             self._supervisor.fail(reason)
-            self._manager.engine_died(Failure("engine_died", reason, 503))
+            self._manager.engine_died(Failure("engine_died", reason))
         else:
             self._manager.on_engine_event(event)
 

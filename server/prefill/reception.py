@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from server.engine.request import GenerationRequest
+from server.failure import Failure, internal_error
 from server.node.context import NodeContext, NodeSettings
 from server.prefill.bootstrap import DecodePeer
-from server.prefill.failures import broken
 from server.prefill.probe import PeerSender
 from server.prefill.request import PrefillRequest, n_tokens_of, read_request
 from server.prefill.room import PrefillRoom, failed_message
@@ -29,7 +29,7 @@ from server.transfer.protocol import (
     Writes,
     ids_of,
 )
-from server.transfer.rooms import Failure, GivenUp, RoomKey
+from server.transfer.rooms import GivenUp, RoomKey
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Reception:
                     self._on_reserve(target, message)
                 except Exception as error:
                     log.exception("a Reserve of %s could not be handled", peer)
-                    self._send(peer, failed_message(message, broken(error), Writes.SETTLING))
+                    self._send(peer, failed_message(message, internal_error("prefill", error), Writes.SETTLING))
             case Waiting():
                 self._on_waiting(peer, message)
             case Abort() | Committed() | Rejected():
@@ -130,14 +130,14 @@ class Reception:
         if self._manager.refusing is not None:
             return self._manager.refusing
         if self._manager.n_waiting >= self._max_queue:
-            return Failure("overloaded", f"{self._manager.n_waiting} rooms wait for the prefill node already", 503)
+            return Failure("overloaded", f"{self._manager.n_waiting} rooms wait for the prefill node already")
         if any(work.room.key.room == reserve.room for work in self._manager.rooms_of(target) if work.room.active):
-            return Failure("duplicate_room", f"room {reserve.room} is under way in another epoch", 409)
+            return Failure("duplicate_room", f"room {reserve.room} is under way in another epoch")
         return self._manager.memory.refuses(target.peer, reserve, request, n)
 
     def _on_abort_of_unknown(self, peer: DecodePeer, abort: Abort) -> None:
         key = RoomKey(abort.room, abort.epoch, abort.decode)
-        failure = Failure("aborted", abort.reason, 499)
+        failure = Failure("aborted", abort.reason)
         self._manager.routed_rooms.given_up(key, failure)
         if self._manager.tombstones.clean(key):
             self._manager.tombstones.bury(key, failure, clean=True)
@@ -147,4 +147,4 @@ class Reception:
 
 
 def _over(key: RoomKey) -> Failure:
-    return Failure("room_over", f"{key} is over already", 409)
+    return Failure("room_over", f"{key} is over already")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from server.failure import Failure
 from server.prefill.room_events import (
     Admitted,
     Advanced,
@@ -49,7 +50,7 @@ from server.transfer.protocol import (
     clip,
     ids_of,
 )
-from server.transfer.rooms import Deadlines, Failure, Forget, GivenUp, PeerLost, Resend, RoomKey, Send, Tick
+from server.transfer.rooms import Deadlines, Forget, GivenUp, PeerLost, Resend, RoomKey, Send, Tick
 
 
 class PrefillPhase(enum.StrEnum):
@@ -123,7 +124,7 @@ class PrefillRoom:
             case Committed():
                 return self._on_committed(now)
             case Rejected():
-                rejection = Failure("rejected", event.reason, 502, event.component)
+                rejection = Failure("rejected", event.reason, event.component)
                 return self._end(rejection, now, tell=False) if self.active else []
             case GivenUp():
                 return self._end(event.failure, now) if self.active else []
@@ -172,7 +173,7 @@ class PrefillRoom:
     def _on_abort(self, abort: Abort, now: float) -> list[PrefillAction]:
         self._acknowledged = True
         if self.active:
-            return self._end(Failure("aborted", abort.reason, 499), now, tell=False)
+            return self._end(Failure("aborted", abort.reason), now, tell=False)
         if not self._settled:
             return []
         return [self._verdict(), *self._forget_if_over()]
@@ -201,9 +202,7 @@ class PrefillRoom:
     def _on_engine_idle(self, event: EngineIdle, now: float) -> list[PrefillAction]:
         self._work.engine_busy = False
         if self.active:
-            return self._end(
-                event.failure or Failure("engine_stopped", "the prefill engine gave the room up", 500), now
-            )
+            return self._end(event.failure or Failure("engine_stopped", "the prefill engine gave the room up"), now)
         return self._settle(now)
 
     def _on_pushed(self, pushed: Pushed, now: float) -> list[PrefillAction]:
@@ -233,7 +232,7 @@ class PrefillRoom:
             return []
         computed = self._computed
         if computed is None or any(name not in computed.digests for name in self.reserve.components):
-            return self._end(Failure("no_digest", "the engine reported no digest of a wanted component", 500), now)
+            return self._end(Failure("no_digest", "the engine reported no digest of a wanted component"), now)
         self._enter(PrefillPhase.COMMIT, now)
         self._resend = Resend(self._deadlines.resend_s, self._deadlines.resend_cap_s, now)
         self.done = Done(
@@ -336,7 +335,7 @@ def failed_message(about: Reserve | Waiting | Abort, failure: Failure, writes: W
         **ids_of(about),
         code=failure.code,
         reason=clip(failure.reason),
-        status=failure.status,
+        kind=failure.kind,
         component=failure.component,
         writes=writes,
     )
@@ -344,4 +343,4 @@ def failed_message(about: Reserve | Waiting | Abort, failure: Failure, writes: W
 
 def _late(phase: PrefillPhase, what: str, silent_s: float, limit_s: float) -> Failure:
     reason = f"phase {phase} on the prefill node: {what} for {silent_s:.1f} s (deadline {limit_s:g} s)"
-    return Failure("deadline", reason, 504)
+    return Failure("deadline", reason)

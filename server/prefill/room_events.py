@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from server.failure import Failure
 from server.transfer.plan import Rows
 from server.transfer.protocol import Abort, Committed, Rejected, Reserve
-from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, Send, Tick
+from server.transfer.rooms import Forget, GivenUp, PeerLost, Send, Tick
 
 # --- events ---
 

@@ -14,24 +14,23 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 
-from server.cache.specs import LayoutError
 from server.engine.events import (
     Cancel,
     ChunkComputed,
+    ComputeFailed,
     Event,
-    Failed,
     Finished,
     PrefillFinished,
     Scrub,
     Scrubbed,
 )
 from server.engine.generation import NodeGeneration
-from server.engine.request import GenerationRequest, RequestFailed
+from server.engine.request import GenerationRequest
+from server.failure import Failure, RequestFailed, internal_error
 from server.faults.sending import SendingFaults
 from server.node.context import NodeContext, NodeSettings
 from server.prefill.bootstrap import DecodePeer
-from server.prefill.failures import broken, engine_failure, placement_failure, transfer_failure
-from server.prefill.kv_sender import SendOutcome, SendResult
+from server.prefill.kv_sender import SendResult
 from server.prefill.probe import PeerSender, ProbeKey, ProbeWriter
 from server.prefill.request import Batch, PrefillRequest, end_of
 from server.prefill.room import PrefillPhase, failed_message
@@ -53,7 +52,7 @@ from server.prefill.room_events import (
     Release,
     SenderGone,
 )
-from server.prefill.room_memory import RoomMemory
+from server.prefill.room_memory import RoomMemory, placement_failure
 from server.prefill.routed_rooms import RoutedRooms
 from server.transfer.protocol import (
     AnyMessage,
@@ -63,7 +62,7 @@ from server.transfer.protocol import (
     ids_of,
     registration_of,
 )
-from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick, Tombstones
+from server.transfer.rooms import Forget, GivenUp, PeerLost, RoomKey, Send, Tick, Tombstones
 
 log = logging.getLogger(__name__)
 
@@ -153,10 +152,10 @@ class PrefillRoomManager:
         """
         failure, n_waiting = self.refusing, self.n_waiting + self.routed_rooms.n_http
         if failure is None and n_waiting >= self._max_queue:
-            failure = Failure("overloaded", f"{n_waiting} requests wait for the prefill node already", 503)
+            failure = Failure("overloaded", f"{n_waiting} requests wait for the prefill node already")
         if failure is not None:
             self.routed_rooms.turned_away(request, failure)
-            raise RequestFailed(failure.code, failure.reason, status=failure.status)
+            raise RequestFailed(failure)
         generation = self.routed_rooms.submit(request)
         self._faults.entered("pair")
         return generation
@@ -225,7 +224,7 @@ class PrefillRoomManager:
             command = self.memory.prepare(work)
         except Exception as error:
             log.exception("%s could not be started", work.room.key)
-            failure = placement_failure(error) if isinstance(error, LayoutError) else broken(error)
+            failure = placement_failure(error)
             self._metrics.check_failed(failure)
             self.memory.give_back(work)
             self.step(work, GivenUp(failure))
@@ -263,7 +262,7 @@ class PrefillRoomManager:
 
     def _on_broken(self, work: PrefillRequest, at: PrefillEvent | PrefillAction, error: Exception) -> None:
         if work.room.active and not isinstance(at, GivenUp):
-            self.step(work, GivenUp(broken(error)))
+            self.step(work, GivenUp(internal_error("prefill", error)))
 
     def _perform(self, work: PrefillRequest, action: PrefillAction) -> None:
         key, transfer_s = work.room.key, self._deadlines.transfer_s
@@ -315,7 +314,7 @@ class PrefillRoomManager:
                 self._push(work, tail())
         except Exception as error:
             log.exception("%s could not be damaged", work.room.key)
-            self.step(work, GivenUp(broken(error)))
+            self.step(work, GivenUp(internal_error("prefill", error)))
 
     def _forget(self, work: PrefillRequest, action: Forget) -> None:
         room = work.room
@@ -352,10 +351,9 @@ class PrefillRoomManager:
                 self.step(work, Computed(event.digests, event.prefill_s, event.digest_s))
             case Finished():
                 self.step(work, EngineIdle())
-            case Failed():
-                failure = engine_failure(event)
-                self._metrics.check_failed(failure)
-                self.step(work, EngineIdle(failure))
+            case ComputeFailed():
+                self._metrics.check_failed(event.failure)
+                self.step(work, EngineIdle(event.failure))
             case Scrubbed():
                 self.step(work, Cleaned())
             case _:
@@ -373,6 +371,5 @@ class PrefillRoomManager:
         work = self.works.get(result.key) if isinstance(result.key, RoomKey) else None
         if work is None:
             return
-        applied = result.outcome is SendOutcome.APPLIED
-        failure = None if applied else transfer_failure(result, work.room.reserve.components)
+        failure = result.failure(work.room.reserve.components)
         self.step(work, BatchEnded(result.batch_id, failure, result.quiesced))

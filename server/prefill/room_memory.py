@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from server.cache.allocator import ItemState
 from server.cache.layout import Placement
+from server.cache.owners import WrongOwner
 from server.cache.specs import LayoutError
 from server.engine.events import Prefill
 from server.engine.request import GenerationRequest
+from server.failure import Failure, internal_error
 from server.faults.claims import Lies
 from server.faults.sending import SendingFaults
 from server.faults.spec import skipped_checks
 from server.node.context import NodeContext, NodeSettings
 from server.prefill.bootstrap import DecodePeer
 from server.prefill.request import Outgoing, PrefillRequest
-from server.transfer.checks import Check
+from server.transfer.checks import PLACEMENT, Check
 from server.transfer.plan import Side, check_holds
 from server.transfer.protocol import Reserve
-from server.transfer.rooms import Failure
 
 
 class RoomMemory:
@@ -33,16 +34,16 @@ class RoomMemory:
         """Why no memory of this node, or of ``peer``, will ever hold ``reserve`` with its ``n`` tokens, or None."""
         prompt = request.prompt_ids or (0,)  # one that comes over HTTP was checked there
         if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            return Failure("bad_token", f"a prompt token is not in the vocabulary of {self._vocab_size}", 400)
+            return Failure("bad_token", f"a prompt token is not in the vocabulary of {self._vocab_size}")
         if n > self._max_tokens:
             reason = f"the prompt has {n} tokens, the prefill node computes at most {self._max_tokens}"
-            return Failure("context_length_exceeded", reason, 400)
+            return Failure("context_length_exceeded", reason)
         try:
             check_holds(Side(peer.layout, Placement(reserve.slot, reserve.pages)), n, reserve.components)
             for name in reserve.components:
                 self._arena.layout.component(name)
         except LayoutError as error:
-            return Failure("bad_reserve", str(error), 400)
+            return Failure("bad_reserve", str(error))
         return None
 
     def grant(self, work: PrefillRequest) -> bool:
@@ -78,3 +79,12 @@ class RoomMemory:
             self._arena.owners.clear(work.placement, key.owner)
         if self._allocator.state_of(key) is not ItemState.FREE:
             self._allocator.release(key)
+
+
+def placement_failure(error: Exception) -> Failure:
+    """Why :meth:`RoomMemory.prepare` raised: memory that is not the room's own or cannot hold it, or a mistake here."""
+    if isinstance(error, WrongOwner):
+        return error.failure
+    if isinstance(error, LayoutError):
+        return Failure("bad_placement", str(error), error.component, PLACEMENT)
+    return internal_error("prefill", error)

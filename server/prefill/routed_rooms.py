@@ -15,22 +15,15 @@ from dataclasses import dataclass, replace
 
 from server.cache.handoff import prompt_hash
 from server.engine.generation import NodeGeneration
-from server.engine.request import (
-    FinishReason,
-    GenerationRequest,
-    RequestFailed,
-    RouteInfo,
-    TokenizerLike,
-    TokenLogprob,
-    TokenOutput,
-)
+from server.engine.request import FinishReason, GenerationRequest, RouteInfo, TokenizerLike, TokenLogprob, TokenOutput
 from server.engine.stopping import OutputProcessor
+from server.failure import Failure, RequestFailed, internal_error
 from server.node.request_log import RequestEnd
 from server.prefill.request import PrefillRequest
 from server.prefill.room import PrefillPhase
 from server.prefill.room_events import PrefillEvent
 from server.transfer.protocol import Registration, RoutedRequest, Waiting, registration_of
-from server.transfer.rooms import Failure, GivenUp, RoomKey
+from server.transfer.rooms import GivenUp, RoomKey
 
 log = logging.getLogger(__name__)
 
@@ -143,13 +136,13 @@ class RoutedRooms:
         node's half of the room has failed with.
         """
         if request.routed is None:
-            raise RequestFailed("wrong_role", "this is a prefill node: the request must name a room", status=400)
+            raise RequestFailed(Failure("wrong_role", "this is a prefill node: the request must name a room"))
         room = request.routed.room
         if room in self._halves:
-            raise RequestFailed("duplicate_room", f"room {room} is in use by another request", status=409)
+            raise RequestFailed(Failure("duplicate_room", f"room {room} is in use by another request"))
         failure, is_again = self._earlier_end(room, Side.HTTP)
         if failure is not None:
-            raise _request_failed(failure)
+            raise _for_client(failure)
         now = self._clock()
         generation = NodeGeneration(lambda: self._client_gone(half), room=room)
         half = HttpHalf(request, room, generation, now, now, is_again)
@@ -177,7 +170,7 @@ class RoutedRooms:
         self._invite(waiting)
 
     def _client_gone(self, half: HttpHalf) -> None:
-        self._end(half, Failure("prefill_client_gone", "the client of the prefill node closed its request", 502))
+        self._end(half, Failure("prefill_client_gone", "the client of the prefill node closed its request"))
         half.generation.finish(FinishReason.ABORT)
 
     def _end(self, half: HttpHalf, failure: Failure) -> None:
@@ -196,7 +189,7 @@ class RoutedRooms:
         if half.work is None:
             half.end(failure.code, self._clock()).log()
         self._let_go(half)
-        half.generation.fail(_request_failed(failure))
+        half.generation.fail(_for_client(failure))
 
     def _let_go(self, half: HttpHalf) -> None:
         """The request is answered: what its room still does is no business of a later one with the same id."""
@@ -260,9 +253,7 @@ class RoutedRooms:
         room = work.room.key.room
         half = self._halves.get(room)
         if half is None:
-            gone = Failure(
-                "prefill_client_gone", f"the request for room {room} is not on the prefill node any more", 502
-            )
+            gone = Failure("prefill_client_gone", f"the request for room {room} is not on the prefill node any more")
             self._feed(work, GivenUp(gone))
         elif half.work is None and (half.waiting is None or _is_of(half.waiting, work.room.key)):
             self._join(half, work)
@@ -283,7 +274,7 @@ class RoutedRooms:
                 f"the prompts of room {half.room} differ: {len(prompt)} tokens with hash {prompt_hash(prompt).hex()} "
                 f"here, {wanted.n_tokens} tokens with hash {wanted.prompt_hash.hex()} on the decode node"
             )
-            self._feed(work, GivenUp(Failure("prompt_mismatch", reason, 400)))
+            self._feed(work, GivenUp(Failure("prompt_mismatch", reason)))
             return
         work.request = replace(work.request, prompt_ids=prompt)
         self._enqueue(work)
@@ -295,7 +286,7 @@ class RoutedRooms:
         except Exception as error:
             log.exception("the client of %s could not be answered", work.room.key)
             if work.half is not None:
-                self._end(work.half, Failure("internal_error", f"the prefill node failed: {error!r}", 500))
+                self._end(work.half, internal_error("prefill", error))
 
     def _move(self, work: PrefillRequest) -> None:
         room, half = work.room, work.half
@@ -327,7 +318,7 @@ class RoutedRooms:
 
     def _late(self, what: str, waited_s: float) -> Failure:
         reason = f"phase pair on the prefill node: {what} for {waited_s:.1f} s (deadline {self._pair_s:g} s)"
-        return Failure("deadline", reason, 504)
+        return Failure("deadline", reason)
 
     def fail_all(self, failure: Failure) -> None:
         """Ends every half that has not met its other half, and those that wait for memory on their decode node."""
@@ -357,14 +348,14 @@ def _is_of(waiting: Waiting, key: RoomKey) -> bool:
 
 
 def _not_yours(room: int) -> Failure:
-    return Failure("duplicate_room", f"room {room} is another decode node's, or another attempt's", 409)
+    return Failure("duplicate_room", f"room {room} is another decode node's, or another attempt's")
 
 
-def _request_failed(failure: Failure) -> RequestFailed:
+def _for_client(failure: Failure) -> RequestFailed:
     """A room's failure as the error of the client here."""
     if failure.code == "aborted":
-        return RequestFailed("decode_gave_up", f"the decode node gave the room up: {failure.reason}", status=502)
-    return RequestFailed(failure.code, failure.reason, status=failure.status, component=failure.component or None)
+        failure = Failure("decode_gave_up", f"the decode node gave the room up: {failure.reason}")
+    return RequestFailed(failure)
 
 
 def _first_output(tokenizer: TokenizerLike, request: GenerationRequest, first: TokenLogprob) -> TokenOutput:

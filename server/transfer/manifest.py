@@ -15,8 +15,8 @@ from server.cache.live import LIVE_RULES
 from server.cache.specs import DRAFT, SWA, Scope
 from server.transfer.engines.base import TransferEngine
 
-PROTOCOL_VERSION = 3
-"""Raised whenever a message changes. PeerPool of different versions refuse each other."""
+PROTOCOL_VERSION = 4
+"""Raised whenever a message changes. Peers of different versions refuse each other."""
 
 ABSENT = "absent"
 AUTH, PEERS = "auth", "peers"

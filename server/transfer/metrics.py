@@ -8,7 +8,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from server.cache.allocator import Allocator, ItemState
-from server.transfer.rooms import Failure
+from server.failure import Failure
 
 _PHASE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 

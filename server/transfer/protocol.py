@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 from msgspec import Meta
 
+from server.failure import Failure, FailureKind
 from server.transfer.manifest import PROTOCOL_VERSION, Count, Incarnation, Manifest, Name, Positive, ShortText
 
 MAX_FRAME_NBYTES = 8 << 20
@@ -302,16 +303,20 @@ class Rejected(RoomMessage, frozen=True, tag="Rejected"):
 
 
 class Failed(RoomMessage, frozen=True, tag="Failed"):
-    """P -> D, at once and again until D's ``Abort``: the room is over. ``status`` is the HTTP status for the client.
+    """P -> D, at once and again until D's ``Abort``: the room is over because of ``failure``.
 
     ``component`` names the state at fault, or is empty. ``writes`` says what D may still expect to land in its memory.
     """
 
     code: Name
     reason: Reason
-    status: Annotated[int, Meta(ge=400, le=599)]
+    kind: FailureKind
     component: Annotated[str, Meta(max_length=64)]
     writes: Writes
+
+    @property
+    def failure(self) -> Failure:
+        return Failure(self.code, self.reason, self.component, sent_kind=self.kind)
 
 
 class Abort(RoomMessage, frozen=True, tag="Abort"):

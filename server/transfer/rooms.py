@@ -1,4 +1,4 @@
-"""What both rooms share: keys, deadlines, failures, re-sending, tombstones, and the actions a room asks its node for.
+"""What both rooms share: keys, deadlines, re-sending, tombstones, and the actions a room asks its node for.
 
 A *room* is one request between one prefill and one decode process. The two state machines (:mod:`server.prefill.room`,
 :mod:`server.decode.room`) are pure: events in, actions out, the clock passed in as a number.
@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from server.cache.owners import Owner
+from server.failure import Failure
 from server.transfer.protocol import AnyMessage
 
 TICK_S = 0.25
@@ -64,19 +65,6 @@ class Deadlines:
     probe_s: float = 3.0
     resend_s: float = 0.5
     resend_cap_s: float = 4.0
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a room ends without a commit: stable ``code``, one sentence, HTTP ``status``, ``component`` or empty, and the
-    ``check`` that said so or empty.
-    """
-
-    code: str
-    reason: str
-    status: int
-    component: str = ""
-    check: str = ""
 
 
 class Resend:
@@ -164,7 +152,7 @@ class Tombstones:
             return stone
         if key.epoch <= self._forgotten.get(key.decode, 0):
             reason = f"{key} is older than the last {self._capacity} rooms that ended, and may be one before them"
-            return Tombstone(key.epoch, Failure("room_over", reason, 503), clean=True)
+            return Tombstone(key.epoch, Failure("room_forgotten", reason), clean=True)
         return None
 
     def clean(self, key: RoomKey) -> bool:

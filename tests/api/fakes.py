@@ -7,17 +7,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.engine.request import (
-    FinishReason,
-    GenerationRequest,
-    RequestFailed,
-    RouteInfo,
-    SamplingParams,
-    TokenLogprob,
-    TokenOutput,
-)
+from server.engine.request import FinishReason, GenerationRequest, RouteInfo, SamplingParams, TokenLogprob, TokenOutput
 from server.engine.stopping import OutputProcessor
 from server.engine.tokenizer import Tokenizer
+from server.failure import Failure, RequestFailed
 
 
 @dataclass
@@ -35,7 +28,7 @@ class Script:
     n_retries: int = 0
     fail_after: int | None = None
     """Number of tokens after which the generation raises ``failure``."""
-    failure: Exception = field(default_factory=lambda: RequestFailed("room_failed", "the room failed", component="swa"))
+    failure: Exception = field(default_factory=lambda: RequestFailed(Failure("engine_error", "the room failed", "swa")))
     hang_after: int | None = None
     waiting: set[int] = field(default_factory=set)
     """Generations, in the order of their submission, whose prompts are not computed as long as they are in here."""

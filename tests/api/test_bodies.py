@@ -39,7 +39,7 @@ def refused(body: bytes, max_values: int = 1 << 20) -> str:
     try:
         check_structure(body, max_values)
     except InvalidRequest as error:
-        return error.message
+        return error.failure.reason
     return ""
 
 

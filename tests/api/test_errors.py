@@ -9,8 +9,8 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from server.api import create_app
-from server.engine.request import RequestFailed
 from server.engine.tokenizer import Tokenizer
+from server.failure import Failure, RequestFailed
 from tests.api.byte_bpe import write_tokenizer_dir
 from tests.api.fakes import FakeBackend
 from tests.api.test_chat import CHAT, HELLO
@@ -231,18 +231,18 @@ async def test_options_tells_the_method(client: httpx.AsyncClient, path: str, al
 async def test_failures_before_the_first_byte_are_status_codes(
     client: httpx.AsyncClient, backend: FakeBackend, stream: bool
 ) -> None:
-    backend.script.refuse = RequestFailed("no_prefill", "no prefill node is connected", status=503)
+    backend.script.refuse = RequestFailed(Failure("no_prefill", "no prefill node is connected"))
     answer = await complete(client, stream=stream)
     assert error_of(answer, 503)["code"] == "no_prefill"
     assert int(answer.headers["retry-after"]) > 0
     backend.script.refuse = None
-    backend.script.route_error = RequestFailed("rejected", "swa: digest differs", status=502, component="swa")
+    backend.script.route_error = RequestFailed(Failure("rejected", "swa: digest differs", "swa"))
     assert error_of(await complete(client, stream=stream), 502)["component"] == "swa"
     assert backend.all_over()
 
 
 async def test_refusal_of_one_generation_aborts_the_others(client: httpx.AsyncClient, backend: FakeBackend) -> None:
-    backend.script.refuse = RequestFailed("full", "queue is full", status=503)
+    backend.script.refuse = RequestFailed(Failure("overloaded", "queue is full"))
     backend.script.refuse_from = 2
     error_of(await complete(client, n=4), 503)
     assert len(backend.generations) == 2
@@ -256,7 +256,7 @@ async def test_failure_in_a_stream_is_an_error_event_without_done(
     backend.script.fail_after = 3
     body = {"prompt": "x"} if path != CHAT else {"messages": HELLO}
     chunks = await events(client, path, n=2, **body)
-    assert chunks[-1]["error"]["code"] == "room_failed"
+    assert chunks[-1]["error"]["code"] == "engine_error"
     assert chunks[-1]["error"]["component"] == "swa"
     assert all(isinstance(chunk, dict) for chunk in chunks)
     assert backend.all_over()
@@ -264,7 +264,7 @@ async def test_failure_in_a_stream_is_an_error_event_without_done(
 
 async def test_failure_of_a_whole_answer_is_its_status(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     backend.script.fail_after = 3
-    assert error_of(await complete(client, n=2), 500)["code"] == "room_failed"
+    assert error_of(await complete(client, n=2), 500)["code"] == "engine_error"
     assert backend.all_over()
 
 

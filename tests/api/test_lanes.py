@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 
 from server.api.lanes import Lane, LaneLimits
-from server.engine.request import RequestFailed
+from server.failure import Failure, RequestFailed
 
 LONG_S = 60.0
 
@@ -53,7 +53,7 @@ async def result_of(work: Awaitable[object]) -> str:
     try:
         return str(await work)
     except RequestFailed as failure:
-        return f"{failure.status} {failure.code}"
+        return f"{failure.kind} {failure.code}"
 
 
 async def test_smaller_jobs_go_first(gate: Gate) -> None:
@@ -71,7 +71,7 @@ async def test_no_more_jobs_wait_than_may(gate: Gate) -> None:
     jobs = lane(max_waiting=2)
     tasks = [await occupied(jobs, gate), *(asyncio.create_task(jobs.run(1, str)) for _ in range(2))]
     await until(lambda: jobs.n_waiting == 2)
-    assert await result_of(jobs.run(1, str)) == "503 overloaded"
+    assert await result_of(jobs.run(1, str)) == "unavailable overloaded"
     gate.open.set()
     await asyncio.gather(*tasks)
     assert await jobs.run(1, lambda: "again") == "again"
@@ -80,7 +80,7 @@ async def test_no_more_jobs_wait_than_may(gate: Gate) -> None:
 async def test_a_turn_that_does_not_come_is_a_503(gate: Gate) -> None:
     jobs = lane(wait_s=0.05)
     first = await occupied(jobs, gate)
-    assert await result_of(jobs.run(1, str)) == "503 overloaded"
+    assert await result_of(jobs.run(1, str)) == "unavailable overloaded"
     assert jobs.n_waiting == 0
     gate.open.set()
     await first
@@ -88,7 +88,7 @@ async def test_a_turn_that_does_not_come_is_a_503(gate: Gate) -> None:
 
 async def test_a_job_that_takes_too_long_is_given_up_with_a_504(gate: Gate) -> None:
     jobs, given_up = lane(run_s=0.05), []
-    assert await result_of(jobs.run(1, gate, lambda: given_up.append(True))) == "504 deadline"
+    assert await result_of(jobs.run(1, gate, lambda: given_up.append(True))) == "deadline deadline"
     assert given_up == [True]
     gate.open.set()
 
@@ -140,7 +140,7 @@ async def test_a_job_that_cannot_be_ended_costs_those_behind_it_their_wait_and_n
     gate: Gate,
 ) -> None:
     jobs = lane(run_s=0.05)
-    assert await result_of(jobs.run(1, gate)) == "504 deadline"
+    assert await result_of(jobs.run(1, gate)) == "deadline deadline"
     behind = asyncio.create_task(done_in(jobs, 1))
     await until(lambda: jobs.n_waiting == 1)
     await asyncio.sleep(0.2)
@@ -153,7 +153,7 @@ async def test_a_job_that_fails_is_not_given_up() -> None:
     jobs, given_up = lane(), []
 
     def fail() -> None:
-        raise RequestFailed("invalid_text", "a lone surrogate", status=400)
+        raise RequestFailed(Failure("invalid_text", "a lone surrogate"))
 
-    assert await result_of(jobs.run(1, fail, lambda: given_up.append(True))) == "400 invalid_text"
+    assert await result_of(jobs.run(1, fail, lambda: given_up.append(True))) == "request invalid_text"
     assert given_up == []

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from server.engine.request import RequestFailed
+from server.failure import Failure, RequestFailed
 from tests.api.fakes import FakeBackend
 from tests.api.test_completions import ANSWER
 
@@ -64,7 +64,7 @@ def test_errors_are_typed(openai_client: openai.OpenAI, backend: FakeBackend) ->
     with pytest.raises(openai.BadRequestError) as failure:
         openai_client.completions.create(model="tiny", prompt="x", temperature=-1)
     assert failure.value.param == "temperature"
-    backend.script.refuse = RequestFailed("no_prefill", "no prefill node", status=503)
+    backend.script.refuse = RequestFailed(Failure("no_prefill", "no prefill node"))
     with pytest.raises(openai.InternalServerError, match="no prefill node") as unavailable:
         openai_client.completions.create(model="tiny", prompt="x")
     assert unavailable.value.status_code == 503

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from server.api.http_limits import HttpLimits, url_too_long
-from server.engine.request import RequestFailed
+from server.failure import Failure, RequestFailed
 from tests.api.fakes import FakeBackend
 
 PROMPT = {"prompt": "Tom has", "max_tokens": 4}
@@ -89,7 +89,7 @@ async def test_a_fault_of_this_server_has_it_too(client: httpx.AsyncClient, back
 
 
 async def test_a_failed_room_is_named_in_header_and_body(client: httpx.AsyncClient, backend: FakeBackend) -> None:
-    failure = RequestFailed("room_failed", "the room failed", status=502)
+    failure = RequestFailed(Failure("transfer_failed", "the room failed"))
     failure.room = 71
     backend.script.route_error = failure
     answer = await client.post("/v1/completions", json=PROMPT)
@@ -108,7 +108,7 @@ async def test_a_failed_stream_names_request_and_room_in_its_last_event(
 
 
 async def test_a_refused_room_that_a_router_named_is_named(client: httpx.AsyncClient, backend: FakeBackend) -> None:
-    backend.script.refuse = RequestFailed("duplicate_room", "it is in use", status=409)
+    backend.script.refuse = RequestFailed(Failure("duplicate_room", "it is in use"))
     room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 71}
     answer = await client.post("/v1/completions", json=PROMPT | room)
     assert answer.status_code == 409
@@ -128,7 +128,7 @@ async def test_a_request_that_no_node_works_for_has_its_line_from_here(
     caplog.set_level(logging.INFO, logger="server.api.request_id")
     await client.post("/v1/completions", json=PROMPT | {"max_tokens": 0}, headers={"x-request-id": "a"})
     await client.post("/v1/completions", json=PROMPT, headers={"x-request-id": "b"})
-    backend.script.route_error = RequestFailed("room_failed", "the room failed", status=502)
+    backend.script.route_error = RequestFailed(Failure("transfer_failed", "the room failed"))
     await client.post("/v1/completions", json=PROMPT, headers={"x-request-id": "c"})
     ours = [record.message for record in caplog.records if record.name == "server.api.request_id"]
     assert ours == ["request id=a status=400 outcome=invalid_value"]

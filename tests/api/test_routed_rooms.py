@@ -10,8 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from server.api import create_app
-from server.engine.request import RequestFailed, RoutedRoom
+from server.engine.request import RoutedRoom
 from server.engine.tokenizer import Tokenizer
+from server.failure import Failure, RequestFailed
 from tests.api.fakes import FakeBackend
 from tests.api.test_errors import error_of
 
@@ -165,7 +166,7 @@ async def test_a_prefill_node_needs_the_room_only_and_generates_one_token(
 
 
 async def test_a_routed_stream_fails_as_an_event(client: httpx.AsyncClient, backend: FakeBackend) -> None:
-    backend.script.route_error = RequestFailed("component_mismatch", "swa: differs", status=502, component="swa")
+    backend.script.route_error = RequestFailed(Failure("component_mismatch", "swa: differs", "swa"))
     answer = await complete(client, stream=True, **NAMED)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -178,7 +179,7 @@ async def test_a_routed_stream_fails_as_an_event(client: httpx.AsyncClient, back
 async def test_other_routed_failures_have_a_status(
     client: httpx.AsyncClient, at_prefill: httpx.AsyncClient, backend: FakeBackend, prefill: FakeBackend, stream: bool
 ) -> None:
-    failure = RequestFailed("deadline", "late", status=504)
+    failure = RequestFailed(Failure("deadline", "late"))
     prefill.script.route_error = backend.script.refuse = failure
     for node in (client, at_prefill):
         answer = await complete(node, stream=stream, **NAMED)

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from server.api.http_limits import HttpLimits
 from server.api.streaming import StreamTimes
-from server.engine.request import RequestFailed
+from server.failure import Failure, RequestFailed
 from tests.api.conftest import serving
 from tests.api.fakes import FakeBackend
 from tests.api.test_completions import ANSWER
@@ -27,7 +27,7 @@ TIMEOUT_S = 20.0
 PATIENT = StreamTimes(head_s=60.0, comment_s=60.0)
 HASTY = StreamTimes(head_s=0.05, comment_s=0.05)
 COMMENT = ": waiting"
-LATE = RequestFailed("deadline", "late", status=504)
+LATE = RequestFailed(Failure("deadline", "late"))
 
 patient = pytest.mark.parametrize("stream_times", [PATIENT], ids=["patient"])
 hasty = pytest.mark.parametrize("stream_times", [HASTY], ids=["hasty"])

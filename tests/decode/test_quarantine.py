@@ -7,13 +7,14 @@ import logging
 import pytest
 
 from server.decode.quarantine import LONG_S, Quarantine
-from server.transfer.rooms import Failure, RoomKey
+from server.failure import Failure
+from server.transfer.rooms import RoomKey
 
 
 def test_a_long_quarantine_is_warned_of_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
     quarantine = Quarantine()
     for room, since in ((1, 0.0), (2, 10.0)):
-        quarantine.enter(RoomKey(room, 1, "d"), Failure("peer_lost", "the peer is gone", 502), "10.0.0.1:8998", since)
+        quarantine.enter(RoomKey(room, 1, "d"), Failure("peer_lost", "the peer is gone"), "10.0.0.1:8998", since)
     caplog.set_level(logging.WARNING)
     counts = []
     for now in (LONG_S - 1, LONG_S, LONG_S + 1, LONG_S + 10, 2 * LONG_S):

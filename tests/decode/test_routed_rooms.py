@@ -72,7 +72,7 @@ def test_a_waiting_room_without_its_other_half_ends_by_the_deadline(is_paired: b
     ended = rooms.tick([req])
     assert len(ended) == (not is_paired), "a room that waits for memory alone has no such deadline"
     for _, failure in ended:
-        assert (failure.code, failure.status) == ("deadline", 504)
+        assert (failure.code, failure.kind) == ("deadline", "deadline")
         assert f"room {ROOM}" in failure.reason
 
 
@@ -85,4 +85,4 @@ def test_a_waiting_room_ends_when_its_prefill_node_has_restarted_or_is_gone() ->
     assert failure.code == "peer_lost"
     link.registration, link.coming_back = None, False
     ((_, failure),) = rooms.tick([req])
-    assert (failure.code, failure.status) == ("no_prefill", 503)
+    assert (failure.code, failure.kind) == ("no_prefill", "unavailable")

@@ -18,8 +18,9 @@ import pytest
 from server.decode import room_manager
 from server.engine.events import ChunkComputed
 from server.engine.generation import NodeGeneration
-from server.engine.request import FinishReason, GenerationRequest, RequestFailed
+from server.engine.request import FinishReason, GenerationRequest
 from server.engine.tokenizer import Tokenizer
+from server.failure import RequestFailed
 from server.model.network import DeepseekV4
 from server.transfer.engines.base import Ticket
 from server.transfer.engines.mooncake import MooncakeEngine

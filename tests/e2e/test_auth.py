@@ -10,9 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cluster import Node, Pair, until
 
 from tests.api.raw_http import RawConnection, head
-from tests.support.processes import ProcessPair, decode_process, process_pair, until
+from tests.support.processes import process_pair, running_node
 
 API_KEY = "sk-of-the-test"
 KNOWN_S = 5.0
@@ -27,7 +28,7 @@ def key_file(directory: Path, name: str, secret: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPair]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp("auth")
     key = ("--auth-key-file", key_file(directory, "pd.key", "k" * 64))
     with process_pair(directory, key, (*key, "--api-key-file", key_file(directory, "api.key", API_KEY))) as pair:
@@ -40,7 +41,7 @@ def complete(url: str, key: str | None = None) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=30)
 
 
-def test_the_pair_serves_whoever_has_the_api_key(pair: ProcessPair) -> None:
+def test_the_pair_serves_whoever_has_the_api_key(pair: Pair) -> None:
     assert complete(pair.d.url).status_code == 401
     answer = complete(pair.d.url, API_KEY)
     assert answer.status_code == 200
@@ -49,7 +50,7 @@ def test_the_pair_serves_whoever_has_the_api_key(pair: ProcessPair) -> None:
     assert pair.p.info()["control_plane_takes"] == "key"
 
 
-def test_the_limits_of_http_hold_before_the_key(pair: ProcessPair) -> None:
+def test_the_limits_of_http_hold_before_the_key(pair: Pair) -> None:
     for node in (pair.p, pair.d):
         with RawConnection(node.url) as connection:
             connection.send(b"GET /server_info HTTP/1.1\r\n")
@@ -57,7 +58,7 @@ def test_the_limits_of_http_hold_before_the_key(pair: ProcessPair) -> None:
         assert node.metrics()["pd_http_refused_total{reason=headers_too_large}"] == 1
 
 
-def test_large_bodies_do_not_keep_out_small_requests(pair: ProcessPair) -> None:
+def test_large_bodies_do_not_keep_out_small_requests(pair: Pair) -> None:
     large = head("POST", "/v1/completions", Authorization=f"Bearer {API_KEY}", Content_Length=(7 << 20) + 1)
     with contextlib.ExitStack() as stack:
         for _ in range(12):
@@ -74,12 +75,10 @@ def test_large_bodies_do_not_keep_out_small_requests(pair: ProcessPair) -> None:
     ("secret", "words"), [("x" * 64, "has another key"), (None, "wants a key")], ids=["another key", "no key"]
 )
 def test_a_decode_node_without_the_key_tells_its_clients(
-    pair: ProcessPair, tmp_path: Path, secret: str | None, words: str
+    pair: Pair, tmp_path: Path, secret: str | None, words: str
 ) -> None:
     key = () if secret is None else ("--auth-key-file", key_file(tmp_path, "other.key", secret))
-    stranger = decode_process(tmp_path, "--prefill", pair.address, *key)
-    stranger.start()
-    try:
+    with running_node(Node("decode", tmp_path / "log", "--prefill", pair.address, *key)) as stranger:
         stranger.wait_for("/health")
         started = time.monotonic()
         until(lambda: stranger.info()["peers"][0]["state"] == "refused", KNOWN_S, "the peer is refused")
@@ -90,11 +89,9 @@ def test_a_decode_node_without_the_key_tells_its_clients(
         assert complete(pair.d.url, API_KEY).status_code == 200
         reasons = [name for name in pair.p.metrics() if name.startswith("pd_control_handshakes_refused_total")]
         assert reasons
-    finally:
-        stranger.close()
 
 
-def test_the_log_says_what_the_data_plane_does_not_protect_and_which_ports_are_open(pair: ProcessPair) -> None:
+def test_the_log_says_what_the_data_plane_does_not_protect_and_which_ports_are_open(pair: Pair) -> None:
     for node in (pair.p, pair.d):
         log = node.log.read_text()
         assert "the data plane is not protected" in log

@@ -9,12 +9,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from gsm8k_data import completion_prompt, load_problems, pick_shots
+from evaluation.questions import completion_prompt, load_problems, pick_shots
 
 from server.cache.live import LIVE_RULES
 from server.cache.specs import DRAFT
-from server.engine.request import GenerationRequest, RequestFailed, TokenOutput
+from server.engine.request import GenerationRequest, TokenOutput
 from server.engine.tokenizer import Tokenizer
+from server.failure import RequestFailed
 from server.model.loader import load_model
 from server.model.network import DeepseekV4
 from tests.support.checkpoints import BUNDLED
@@ -98,8 +99,8 @@ async def first_error(pair: Pair) -> RequestFailed:
 async def test_draft_state_missing_is_refused_by_name(model: DeepseekV4, tokenizer: Tokenizer) -> None:
     async with running_pair(model, tokenizer, Side(), decoder(3)) as pair:
         error = await first_error(pair)
-        assert error.status == 503
-        assert "components.draft_swa" in error.message
+        assert error.kind == "unavailable"
+        assert "components.draft_swa" in error.failure.reason
         assert peers_of(pair.decode)[0]["state"] == "refused"
 
 

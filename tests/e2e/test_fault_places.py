@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from server.cache.live import LIVE_RULES, live_positions
-from server.engine.request import GenerationRequest, RequestFailed
+from server.engine.request import GenerationRequest
 from server.engine.tokenizer import Tokenizer
+from server.failure import RequestFailed
 from server.model.loader import load_model
 from server.model.network import DeepseekV4
 from server.transfer.checks import PLACEMENT, Check
@@ -68,7 +69,7 @@ class Bench:
             if isinstance(answer, BaseException) and not isinstance(answer, RequestFailed):
                 raise answer
             if isinstance(answer, RequestFailed):
-                assert answer.message.startswith(f"{answer.component}: "), answer.message
+                assert answer.failure.reason.startswith(f"{answer.component}: "), answer.failure.reason
                 named.append(answer.component or "")
         found = [
             f"{check}:{component}"

@@ -10,8 +10,9 @@ import random
 import pytest
 
 from server.cache.live import LIVE_RULES, live_positions
-from server.engine.request import GenerationRequest, RequestFailed
+from server.engine.request import GenerationRequest
 from server.engine.tokenizer import Tokenizer
+from server.failure import RequestFailed
 from server.faults.spec import FaultSet
 from server.model.network import DeepseekV4
 from server.model.state import state_components
@@ -52,8 +53,8 @@ async def test_every_dropped_component_fails_its_request_by_name(
             inject(pair, f"drop:{name}:1")
             with pytest.raises(RequestFailed) as caught:
                 await pair.answer(request_of(200 + i))
-            assert (caught.value.component, caught.value.status) == (name, 502), caught.value.message
-            assert caught.value.message.startswith(f"{name}: ")
+            assert (caught.value.component, caught.value.kind) == (name, "peer"), caught.value.failure.reason
+            assert caught.value.failure.reason.startswith(f"{name}: ")
             outputs, _ = await pair.answer(good)
             assert tokens(outputs) == expected, f"the request after the one without {name}"
         await pair.settled()

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cluster import free_port
 
-from tests.support.processes import free_port, process_pair
+from tests.support.processes import process_pair
 
 
 def has_ipv6() -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cluster import ROOT, Node, Pair, until
 
 from tests.e2e.test_processes import (
     LONG_PROMPT,
@@ -21,7 +22,7 @@ from tests.e2e.test_processes import (
     error_of,
     wait_until_prefilling,
 )
-from tests.support.processes import ROOT, NodeProcess, ProcessPair, free_port, process_pair, until
+from tests.support.processes import process_pair, running_node
 
 P_OPTIONS = ("--chunk-tokens", "64", "--slots", "1", "--pages", "32")
 D_OPTIONS = ("--slots", "4", "--drain-timeout", "90")
@@ -33,13 +34,13 @@ ENDS_S = 20.0
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPair]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with process_pair(tmp_path_factory.mktemp("pair"), P_OPTIONS, D_OPTIONS) as pair:
         yield pair
 
 
 @pytest.fixture
-def pair(shared: ProcessPair) -> ProcessPair:
+def pair(shared: Pair) -> Pair:
     shared.heal()
     return shared
 
@@ -50,13 +51,13 @@ def assert_refused(response: httpx.Response, *codes: str) -> None:
     assert int(response.headers["retry-after"]) > 0
 
 
-def restart(node: NodeProcess, path: str, *options: str) -> None:
+def restart(node: Node, path: str, *options: str) -> None:
     node.kill()
     node.start(*options)
     node.wait_for(path)
 
 
-def test_a_clean_start_says_only_what_a_person_needs_and_each_request_has_one_line(pair: ProcessPair) -> None:
+def test_a_clean_start_says_only_what_a_person_needs_and_each_request_has_one_line(pair: Pair) -> None:
     for node in (pair.p, pair.d):
         lines = node.log.read_text().splitlines()
         assert all(LINE.fullmatch(line) for line in lines)
@@ -86,11 +87,11 @@ def test_a_clean_start_says_only_what_a_person_needs_and_each_request_has_one_li
     until(lambda: "request id=bad status=400 outcome=invalid_value" in pair.d.log_tail(), 20, "the refusal's line")
 
 
-def request_lines(node: NodeProcess) -> list[str]:
+def request_lines(node: Node) -> list[str]:
     return [line for line in node.log.read_text().splitlines() if " request id=cmpl-" in line]
 
 
-def test_a_prefill_node_that_is_told_to_end_finishes_its_transfers(pair: ProcessPair) -> None:
+def test_a_prefill_node_that_is_told_to_end_finishes_its_transfers(pair: Pair) -> None:
     both = [Background().complete(pair.d, PROMPT) for _ in range(2)]
     wait_until_prefilling(pair)
     until(lambda: pair.p.info()["waiting"] == 1, 20, "one of them waits")
@@ -102,7 +103,7 @@ def test_a_prefill_node_that_is_told_to_end_finishes_its_transfers(pair: Process
     assert pair.p.wait_ended(ENDS_S) == 0
 
 
-def test_a_decode_node_that_is_told_to_end_finishes_its_answers_and_refuses_new_ones(pair: ProcessPair) -> None:
+def test_a_decode_node_that_is_told_to_end_finishes_its_answers_and_refuses_new_ones(pair: Pair) -> None:
     decoding, prefilling = Stream(pair.d, max_tokens=100), Background().complete(pair.d, PROMPT)
     wait_until_prefilling(pair)
     pair.d.signal(signal.SIGINT)
@@ -115,7 +116,7 @@ def test_a_decode_node_that_is_told_to_end_finishes_its_answers_and_refuses_new_
     assert pair.d.wait_ended(ENDS_S) == 0
 
 
-def test_what_is_not_over_after_the_drain_time_fails_by_name(pair: ProcessPair) -> None:
+def test_what_is_not_over_after_the_drain_time_fails_by_name(pair: Pair) -> None:
     restart(pair.d, "/ready", "--drain-timeout", "0.5")
     decoding = Stream(pair.d, max_tokens=8000)
     pair.d.signal(signal.SIGTERM)
@@ -123,7 +124,7 @@ def test_what_is_not_over_after_the_drain_time_fails_by_name(pair: ProcessPair) 
     assert pair.d.wait_ended(ENDS_S) == 0
 
 
-def test_a_second_signal_ends_at_once(pair: ProcessPair) -> None:
+def test_a_second_signal_ends_at_once(pair: Pair) -> None:
     decoding = Stream(pair.d, max_tokens=8000)
     told = time.monotonic()
     pair.d.signal(signal.SIGTERM)
@@ -135,22 +136,14 @@ def test_a_second_signal_ends_at_once(pair: ProcessPair) -> None:
 
 
 def test_a_dead_engine_thread_ends_the_process_with_1_and_the_client_is_told(tmp_path: Path) -> None:
-    port, log = free_port(), tmp_path / "log"
-    script = Path(__file__).with_name("dying_node.py")
-    with log.open("wb") as output:
-        command = [sys.executable, str(script), "--local-prefill", "--port", str(port)]
-        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        until(lambda: httpx.get(f"{url}/health").status_code == 200, 90, "the node is up")
-        response = httpx.post(f"{url}/v1/completions", json={"prompt": [20, 30], "max_tokens": 50}, timeout=30)
+    program = (sys.executable, str(Path(__file__).with_name("dying_node.py")))
+    with running_node(Node("decode", tmp_path / "log", "--local-prefill", program=program)) as node:
+        node.wait_for("/health")
+        response = complete(node, [20, 30], max_tokens=50)
         assert_refused(response, "node_died")
         assert "the thread 'engine' has ended" in error_of(response)["message"]
-        assert process.wait(ENDS_S) == 1
-    finally:
-        process.kill()
-        process.wait()
-    assert "stopping: the thread 'engine' has ended" in log.read_text(errors="replace")
+        assert node.wait_ended(ENDS_S) == 1
+    assert "stopping: the thread 'engine' has ended" in node.log.read_text(errors="replace")
 
 
 def test_a_phase_that_there_is_not_is_refused_at_start() -> None:

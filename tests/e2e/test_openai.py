@@ -11,11 +11,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from cluster import Pair
 
 from server.engine.tokenizer import Tokenizer
 from server.model.network import DeepseekV4
 from tests.support.pair import Side, a_request, answer, running_decode
-from tests.support.processes import ProcessPair, process_pair
+from tests.support.processes import process_pair
 
 MODEL = "tiny-dsv4"
 SLOTS, PAGES = 2, 8
@@ -28,13 +29,13 @@ MESSAGES: Any = [
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPair]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with process_pair(tmp_path_factory.mktemp("pair"), (*OPTIONS, "11"), (*OPTIONS, "12")) as pair:
         yield pair
 
 
 @pytest.fixture
-def client(pair: ProcessPair) -> Iterator[openai.OpenAI]:
+def client(pair: Pair) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{pair.d.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
     pair.wait_all_free()
@@ -45,7 +46,7 @@ def test_models(client: openai.OpenAI) -> None:
     assert (model.id, model.model_dump()["max_model_len"]) == (MODEL, CONTEXT)
 
 
-def test_a_completion_names_its_prefill_node_and_room(client: openai.OpenAI, pair: ProcessPair) -> None:
+def test_a_completion_names_its_prefill_node_and_room(client: openai.OpenAI, pair: Pair) -> None:
     before = pair.p.metrics().get("pd_rooms_total{outcome=committed,reason=}", 0)
     raw = client.completions.with_raw_response.create(model=MODEL, prompt="one two three", max_tokens=5)
     assert raw.headers["x-pd-prefill"] == pair.address
@@ -66,7 +67,7 @@ def test_every_prompt_and_sample_is_a_room_of_its_own(client: openai.OpenAI) -> 
     assert [choice.index for choice in raw.parse().choices] == [0, 1, 2, 3]
 
 
-def test_a_stream_says_the_same_as_the_whole_answer(client: openai.OpenAI, pair: ProcessPair) -> None:
+def test_a_stream_says_the_same_as_the_whole_answer(client: openai.OpenAI, pair: Pair) -> None:
     asked: Any = {"model": MODEL, "prompt": "one two three", "max_tokens": 20, "logprobs": 2}
     whole = client.completions.create(**asked)
     raw = client.completions.with_raw_response.create(**asked, stream=True, stream_options={"include_usage": True})
@@ -166,7 +167,7 @@ def test_a_prompt_that_just_fits_is_served(client: openai.OpenAI) -> None:
 
 
 async def test_sixty_four_at_once_on_two_slots_equal_the_local_answers(
-    pair: ProcessPair, model: DeepseekV4, tokenizer: Tokenizer
+    pair: Pair, model: DeepseekV4, tokenizer: Tokenizer
 ) -> None:
     rng = random.Random(64)
     prompts = [rng.choices(range(10, 500), k=rng.randrange(1, 200)) for _ in range(64)]

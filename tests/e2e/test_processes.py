@@ -13,10 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
+from cluster import Node, Pair, until
 
 from server.cache.live import LIVE_RULES
 from tests.support.examples import RIGHT_ANSWER, curl_of_the_readme, refusal_of_the_readme
-from tests.support.processes import NodeProcess, ProcessPair, decode_process, process_pair, until
+from tests.support.processes import process_pair, running_node
 
 KNOWN_S = 17.5
 """A dead or frozen peer is known within this time, and so is the client's error."""
@@ -30,19 +31,19 @@ D_OPTIONS = ("--slots", "4", "--permute-ids", "4", "--poison")
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPair]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with process_pair(tmp_path_factory.mktemp("pair"), P_OPTIONS, D_OPTIONS) as pair:
         yield pair
 
 
 @pytest.fixture
-def pair(shared: ProcessPair) -> ProcessPair:
+def pair(shared: Pair) -> Pair:
     """The pair, serving, with nothing under way, whatever the test before did to it."""
     shared.heal()
     return shared
 
 
-def complete(node: NodeProcess, prompt: list[int], *, timeout_s: float = 60.0, **fields: Any) -> httpx.Response:
+def complete(node: Node, prompt: list[int], *, timeout_s: float = 60.0, **fields: Any) -> httpx.Response:
     body = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True, **fields}
     return httpx.post(f"{node.url}/v1/completions", json=body, timeout=timeout_s)
 
@@ -50,7 +51,7 @@ def complete(node: NodeProcess, prompt: list[int], *, timeout_s: float = 60.0, *
 class Stream(threading.Thread):
     """A streamed completion that is read in a thread: its events, and how it ended."""
 
-    def __init__(self, node: NodeProcess, max_tokens: int) -> None:
+    def __init__(self, node: Node, max_tokens: int) -> None:
         super().__init__(daemon=True)
         self.body = {
             "prompt": [20, 30, 40],
@@ -103,7 +104,7 @@ class Background:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(8)
 
-    def complete(self, node: NodeProcess, prompt: list[int], **fields: Any) -> Future[tuple[float, httpx.Response]]:
+    def complete(self, node: Node, prompt: list[int], **fields: Any) -> Future[tuple[float, httpx.Response]]:
         def timed() -> tuple[float, httpx.Response]:
             response = complete(node, prompt, **fields)
             return time.monotonic(), response
@@ -111,11 +112,11 @@ class Background:
         return self._threads.submit(timed)
 
 
-def wait_until_prefilling(pair: ProcessPair) -> None:
+def wait_until_prefilling(pair: Pair) -> None:
     until(lambda: pair.p.counts("slots")["reserved"] > 0, 20, "the prefill node holds a slot for the request")
 
 
-def failed_rooms(node: NodeProcess) -> float:
+def failed_rooms(node: Node) -> float:
     return sum(value for name, value in node.metrics().items() if name.startswith("pd_rooms_total{outcome=failed,"))
 
 
@@ -124,7 +125,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return error
 
 
-def test_the_prefill_node_serves_health_information_and_metrics_and_refuses_generation(pair: ProcessPair) -> None:
+def test_the_prefill_node_serves_health_information_and_metrics_and_refuses_generation(pair: Pair) -> None:
     assert pair.p.http.get("/health").json()["role"] == "prefill"
     info = pair.p.info()
     assert (info["disaggregation_mode"], info["bootstrap_port"]) == ("prefill", int(pair.address.split(":")[1]))
@@ -136,7 +137,7 @@ def test_the_prefill_node_serves_health_information_and_metrics_and_refuses_gene
         assert "decode node" in error_of(refused)["message"]
 
 
-def test_both_nodes_count_what_a_request_moved(pair: ProcessPair) -> None:
+def test_both_nodes_count_what_a_request_moved(pair: Pair) -> None:
     before = {node.role: node.metrics() for node in (pair.p, pair.d)}
     response = complete(pair.d, [10 + i for i in range(390)])
     assert response.headers["x-pd-prefill"] == pair.address
@@ -156,7 +157,7 @@ def test_both_nodes_count_what_a_request_moved(pair: ProcessPair) -> None:
             assert metrics[f"pd_phase_seconds_count{{phase={phase}}}"] >= 1
 
 
-def test_a_client_that_goes_away_frees_everything_on_both_nodes(pair: ProcessPair) -> None:
+def test_a_client_that_goes_away_frees_everything_on_both_nodes(pair: Pair) -> None:
     with httpx.stream(
         "POST",
         f"{pair.d.url}/v1/completions",
@@ -169,12 +170,8 @@ def test_a_client_that_goes_away_frees_everything_on_both_nodes(pair: ProcessPai
     pair.wait_all_free()
 
 
-def test_a_peer_with_another_page_size_is_refused_by_name_and_the_client_is_told(
-    pair: ProcessPair, tmp_path: Any
-) -> None:
-    other = decode_process(tmp_path, "--prefill", pair.address, "--page-size", "128")
-    other.start()
-    try:
+def test_a_peer_with_another_page_size_is_refused_by_name_and_the_client_is_told(pair: Pair, tmp_path: Any) -> None:
+    with running_node(Node("decode", tmp_path / "log", "--prefill", pair.address, "--page-size", "128")) as other:
         other.wait_for("/health")
         until(lambda: other.info()["peers"][0]["state"] == "refused", 20, "the peer is refused")
         started = time.monotonic()
@@ -186,11 +183,9 @@ def test_a_peer_with_another_page_size_is_refused_by_name_and_the_client_is_told
             assert words in error_of(refused)["message"]
         assert time.monotonic() - started < 5.0
         assert complete(pair.d, [20, 30]).status_code == 200, "the decode node that fits is served all the while"
-    finally:
-        other.close()
 
 
-def test_kill_9_of_the_prefill_node(pair: ProcessPair) -> None:
+def test_kill_9_of_the_prefill_node(pair: Pair) -> None:
     """The room in prefill fails with its peer's name; what is committed decodes on; the next prefill node is taken."""
     decoding = Stream(pair.d, max_tokens=400)
     prefilling = Background().complete(pair.d, LONG_PROMPT)
@@ -221,7 +216,7 @@ def test_kill_9_of_the_prefill_node(pair: ProcessPair) -> None:
     assert complete(pair.d, [20, 30]).headers["x-pd-prefill"] == pair.address
 
 
-def test_a_frozen_prefill_node_is_known_and_works_again_when_it_goes_on(pair: ProcessPair) -> None:
+def test_a_frozen_prefill_node_is_known_and_works_again_when_it_goes_on(pair: Pair) -> None:
     prefilling = Background().complete(pair.d, LONG_PROMPT)
     wait_until_prefilling(pair)
     pair.p.freeze()
@@ -240,7 +235,7 @@ def test_a_frozen_prefill_node_is_known_and_works_again_when_it_goes_on(pair: Pr
     pair.wait_all_free()
 
 
-def test_kill_9_of_the_decode_node(pair: ProcessPair) -> None:
+def test_kill_9_of_the_decode_node(pair: Pair) -> None:
     """The prefill node gives up the rooms of the dead node, and a new one on the same port is served."""
     background, before = Background(), failed_rooms(pair.p)
     prompts = [background.complete(pair.d, [*LONG_PROMPT, i]) for i in (1, 2)]
@@ -259,7 +254,7 @@ def test_kill_9_of_the_decode_node(pair: ProcessPair) -> None:
     pair.wait_all_free()
 
 
-def test_the_readmes_forgotten_component_is_refused_as_the_readme_shows_it(pair: ProcessPair) -> None:
+def test_the_readmes_forgotten_component_is_refused_as_the_readme_shows_it(pair: Pair) -> None:
     """The command line's ``--fault``, and what the same question answers afterwards."""
     pair.p.kill()
     pair.p.start("--fault", "drop:swa:1")

@@ -6,12 +6,12 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from cluster import free_ports
 
 from tests.support.examples import README, RIGHT_ANSWER, commands, curl_of_the_readme, openai_of_the_readme
 
@@ -20,11 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def start(*options: str) -> subprocess.Popen[str]:
     """The script on free ports, in a session of its own as a terminal would give it."""
-    ports = []
-    with socket.socket() as a, socket.socket() as b, socket.socket() as c:
-        for one in (a, b, c):
-            one.bind(("127.0.0.1", 0))
-            ports.append(str(one.getsockname()[1]))
+    ports = [str(port) for port in free_ports(3)]
     given = ["--prefill-port", ports[0], "--decode-port", ports[1], "--bootstrap-port", ports[2]]
     return subprocess.Popen(
         [sys.executable, "-u", str(ROOT / "scripts" / "quickstart.py"), *options, *given],

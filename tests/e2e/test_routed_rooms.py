@@ -11,8 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
+from cluster import Pair, until
 
-from tests.support.processes import ProcessPair, process_pair, until
+from tests.support.processes import process_pair
 
 AT_ONCE_S = 1.0
 PAIR_S = 2.0
@@ -24,7 +25,7 @@ _rooms = itertools.count(2**62 + 1)
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPair]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp("routed")
     p_options = ("--chunk-tokens", "64", "--permute-ids", "3", *OPTIONS)
     with process_pair(directory, p_options, ("--permute-ids", "4", "--spec-tokens", "3", *OPTIONS)) as pair:
@@ -32,7 +33,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPair]:
 
 
 @pytest.fixture
-def pair(shared: ProcessPair) -> Iterator[ProcessPair]:
+def pair(shared: Pair) -> Iterator[Pair]:
     shared.heal()
     yield shared
     shared.wait_all_free(5)
@@ -44,7 +45,7 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def in_room(pair: ProcessPair, room: Any = None, **body: Any) -> dict[str, Any]:
+def in_room(pair: Pair, room: Any = None, **body: Any) -> dict[str, Any]:
     """A body as the router sends it."""
     host, port = pair.address.split(":")
     named = {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": next(_rooms)}
@@ -58,7 +59,7 @@ def in_room(pair: ProcessPair, room: Any = None, **body: Any) -> dict[str, Any]:
 
 
 async def route(
-    http: httpx.AsyncClient, pair: ProcessPair, body: dict[str, Any], path: str = COMPLETIONS
+    http: httpx.AsyncClient, pair: Pair, body: dict[str, Any], path: str = COMPLETIONS
 ) -> tuple[httpx.Response, httpx.Response]:
     """What P and D answer."""
     at_p, at_d = await asyncio.gather(*(http.post(f"{node.url}{path}", json=body) for node in (pair.p, pair.d)))
@@ -76,7 +77,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
 
 
 async def test_the_decode_node_answers_as_without_a_router_and_the_prefill_node_with_one_token(
-    http: httpx.AsyncClient, pair: ProcessPair
+    http: httpx.AsyncClient, pair: Pair
 ) -> None:
     for fields in ({"temperature": 0}, {"temperature": 0.9, "seed": 7, "prompt": [5 + i % 500 for i in range(390)]}):
         wanted = await http.post(f"{pair.d.url}{COMPLETIONS}", json={"prompt": [20, 30, 40], "max_tokens": 8, **fields})
@@ -92,7 +93,7 @@ async def test_the_decode_node_answers_as_without_a_router_and_the_prefill_node_
             assert answer.headers["x-pd-prefill"] == pair.address
 
 
-async def test_streams_and_chats_and_several_samples(http: httpx.AsyncClient, pair: ProcessPair) -> None:
+async def test_streams_and_chats_and_several_samples(http: httpx.AsyncClient, pair: Pair) -> None:
     at_p, at_d = await route(http, pair, in_room(pair, stream=True))
     assert [events(answer)[-1] for answer in (at_p, at_d)] == ["[DONE]", "[DONE]"]
     assert len(events(at_p)) == 2, "one chunk, then the end"
@@ -111,7 +112,7 @@ async def test_streams_and_chats_and_several_samples(http: httpx.AsyncClient, pa
 
 
 async def test_samples_of_a_stream_are_told_while_others_wait_for_their_slots(
-    http: httpx.AsyncClient, pair: ProcessPair
+    http: httpx.AsyncClient, pair: Pair
 ) -> None:
     """More samples than slots: the last one can only begin when another has ended, and that one is told at once."""
     n = 6
@@ -130,13 +131,13 @@ async def test_samples_of_a_stream_are_told_while_others_wait_for_their_slots(
     assert len(set(pd["room"].split(","))) == n
 
 
-async def test_more_rooms_than_slots_are_all_answered(http: httpx.AsyncClient, pair: ProcessPair) -> None:
+async def test_more_rooms_than_slots_are_all_answered(http: httpx.AsyncClient, pair: Pair) -> None:
     bodies = [in_room(pair, prompt=[20 + i, 30, 40]) for i in range(24)]
     answers = await asyncio.gather(*(route(http, pair, body) for body in bodies))
     assert [answer.status_code for both in answers for answer in both] == [200] * 48
 
 
-async def test_half_a_room_ends_by_its_deadline_with_a_clear_error(http: httpx.AsyncClient, pair: ProcessPair) -> None:
+async def test_half_a_room_ends_by_its_deadline_with_a_clear_error(http: httpx.AsyncClient, pair: Pair) -> None:
     for node, missing in ((pair.p, "no decode node reserved room"), (pair.d, "no request for room")):
         body, started = in_room(pair), time.monotonic()
         error = error_of(await http.post(f"{node.url}{COMPLETIONS}", json=body), 504)
@@ -145,13 +146,13 @@ async def test_half_a_room_ends_by_its_deadline_with_a_clear_error(http: httpx.A
         assert error["code"] == "deadline"
 
 
-async def test_half_a_room_of_a_stream_ends_as_an_error_event(http: httpx.AsyncClient, pair: ProcessPair) -> None:
+async def test_half_a_room_of_a_stream_ends_as_an_error_event(http: httpx.AsyncClient, pair: Pair) -> None:
     at_d = await http.post(f"{pair.d.url}{COMPLETIONS}", json=in_room(pair, stream=True))
     assert at_d.status_code == 200
     assert json.loads(events(at_d)[-1])["error"]["code"] == "deadline"
 
 
-async def test_different_prompts_are_refused_on_both_nodes(http: httpx.AsyncClient, pair: ProcessPair) -> None:
+async def test_different_prompts_are_refused_on_both_nodes(http: httpx.AsyncClient, pair: Pair) -> None:
     body = in_room(pair)
     started = time.monotonic()
     answers = await asyncio.gather(
@@ -163,9 +164,7 @@ async def test_different_prompts_are_refused_on_both_nodes(http: httpx.AsyncClie
         assert error_of(answer, 400)["code"] == "prompt_mismatch"
 
 
-async def test_a_room_in_use_is_a_409_and_the_first_request_is_answered(
-    http: httpx.AsyncClient, pair: ProcessPair
-) -> None:
+async def test_a_room_in_use_is_a_409_and_the_first_request_is_answered(http: httpx.AsyncClient, pair: Pair) -> None:
     body = in_room(pair, prompt=LONG_PROMPT)
     first = asyncio.create_task(route(http, pair, body))
     await asyncio.to_thread(until, lambda: pair.p.counts("slots")["reserved"] > 0, 20, "the prompt is computed")
@@ -176,14 +175,14 @@ async def test_a_room_in_use_is_a_409_and_the_first_request_is_answered(
 
 @pytest.mark.parametrize("room", [-1, 2**63, 10**30, "5", 5.0, True, [], None])
 async def test_a_room_that_is_none_is_a_400_by_name_on_both_nodes(
-    http: httpx.AsyncClient, pair: ProcessPair, room: Any
+    http: httpx.AsyncClient, pair: Pair, room: Any
 ) -> None:
     body = in_room(pair) | {"bootstrap_room": room}
     for answer in await route(http, pair, body):
         assert error_of(answer, 400)["param"] == "bootstrap_room"
 
 
-async def test_a_prefill_node_that_is_not_known_is_a_503(http: httpx.AsyncClient, pair: ProcessPair) -> None:
+async def test_a_prefill_node_that_is_not_known_is_a_503(http: httpx.AsyncClient, pair: Pair) -> None:
     body = in_room(pair) | {"bootstrap_port": 1}
     answer = await http.post(f"{pair.d.url}{COMPLETIONS}", json=body)
     assert error_of(answer, 503)["code"] == "unknown_prefill"
@@ -193,7 +192,7 @@ async def test_a_prefill_node_that_is_not_known_is_a_503(http: httpx.AsyncClient
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_goes_away_leaves_nothing_on_either_node(
-    http: httpx.AsyncClient, pair: ProcessPair, stream: bool
+    http: httpx.AsyncClient, pair: Pair, stream: bool
 ) -> None:
     request = asyncio.create_task(route(http, pair, in_room(pair, prompt=LONG_PROMPT, stream=stream)))
     await asyncio.to_thread(until, lambda: pair.p.counts("slots")["reserved"] > 0, 20, "the prompt is computed")
@@ -205,7 +204,7 @@ async def test_a_client_that_goes_away_leaves_nothing_on_either_node(
     assert (at_p.status_code, at_d.status_code) == (200, 200)
 
 
-async def test_load_is_told_to_routers(http: httpx.AsyncClient, pair: ProcessPair) -> None:
+async def test_load_is_told_to_routers(http: httpx.AsyncClient, pair: Pair) -> None:
     request = asyncio.create_task(route(http, pair, in_room(pair, prompt=LONG_PROMPT)))
     await asyncio.to_thread(until, lambda: pair.p.counts("slots")["reserved"] > 0, 20, "the prompt is computed")
     for node in (pair.p, pair.d):

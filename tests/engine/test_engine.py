@@ -18,11 +18,10 @@ from server.cache.owners import Owner
 from server.cache.specs import CacheGeometry
 from server.engine.engine import Engine
 from server.engine.events import (
-    WRONG_OWNER,
     Cancel,
     ChunkComputed,
+    ComputeFailed,
     Event,
-    Failed,
     Finished,
     Generate,
     Output,
@@ -36,6 +35,7 @@ from server.engine.request import FinishReason, GenerationRequest, SamplingParam
 from server.engine.runner import ModelRunner
 from server.engine.stopping import OutputProcessor
 from server.engine.tokenizer import Tokenizer
+from server.failure import Failure
 from server.model.loader import load_model
 from server.model.network import DeepseekV4
 from server.model.state import state_components
@@ -156,9 +156,9 @@ def test_state_that_was_never_written_fails_that_request_alone(harness: Harness)
     harness.engine.submit(Generate("good", good, Placement(1, (1,))))
     harness.until(Output, "good")
     harness.engine.submit(Resume("bad", bad, Placement(2, (2,)), TokenLogprob(5, 0.0)))
-    failed = harness.until(Failed, "bad")[-1]
-    assert isinstance(failed, Failed)
-    assert failed.code == "non_finite_logits"
+    failed = harness.until(ComputeFailed, "bad")[-1]
+    assert isinstance(failed, ComputeFailed)
+    assert failed.failure.code == "non_finite_logits"
     events = harness.until(Finished, "good")
     assert events[-1] == Finished("good", FinishReason.LENGTH)
 
@@ -168,16 +168,16 @@ def test_an_exception_in_a_batch_fails_only_its_cause(harness: Harness) -> None:
     harness.engine.submit(Generate("good", good, Placement(1, (1,))))
     wrong = replace(request(40, seed=2), prompt_ids=(10**6,))
     harness.engine.submit(Generate("bad", wrong, Placement(2, (2,))))
-    failed = [e for e in harness.until(Finished, "good") if isinstance(e, Failed)]
-    assert [(e.key, e.code) for e in failed] == [("bad", "engine_error")]
+    failed = [e for e in harness.until(Finished, "good") if isinstance(e, ComputeFailed)]
+    assert [(e.key, e.failure.code) for e in failed] == [("bad", "engine_error")]
 
 
 def test_a_first_token_that_is_none_fails_that_request_alone(harness: Harness) -> None:
     good = request(40, seed=1, max_tokens=20)
     harness.engine.submit(Generate("good", good, Placement(1, (1,))))
     harness.engine.submit(Resume("bad", request(40), Placement(2, (2,)), TokenLogprob(-1, 0.0)))
-    failed = [e for e in harness.until(Finished, "good") if isinstance(e, Failed)]
-    assert [(e.key, e.code) for e in failed] == [("bad", "engine_error")]
+    failed = [e for e in harness.until(Finished, "good") if isinstance(e, ComputeFailed)]
+    assert [(e.key, e.failure.code) for e in failed] == [("bad", "engine_error")]
 
 
 def test_an_answer_that_cannot_be_told_fails_that_request_alone(
@@ -194,7 +194,9 @@ def test_an_answer_that_cannot_be_told_fails_that_request_alone(
             Generate("bad", request(40), Placement(2, (2,))),
         ):
             harness.engine.submit(command)
-            assert harness.until(Failed, "bad")[-1] == Failed("bad", "engine_error", "ZeroDivisionError: simulated")
+            assert harness.until(ComputeFailed, "bad")[-1] == ComputeFailed(
+                "bad", Failure("engine_error", "ZeroDivisionError: simulated")
+            )
     harness.engine.submit(Generate("good", request(40), Placement(2, (2,))))
     assert len(tokens_of(harness.until(Finished, "good"), "good")) == 6
 
@@ -236,9 +238,9 @@ def test_a_prompt_in_memory_of_another_is_not_handed_over(harness: Harness) -> N
     where, owner, other = Placement(3, (2,)), Owner(1, 1), Owner(1, 2)
     harness.arena.owners.stamp(where, other)
     harness.engine.submit(Prefill("room", request(70), where, 1, 1, owner))
-    failed = harness.until(Failed, "room")[-1]
-    assert failed == Failed("room", WRONG_OWNER, failed.message, "c4_kv")
-    assert failed.message == f"c4_kv: page 2 belongs to {other}, expected {owner}"
+    failed = harness.until(ComputeFailed, "room")[-1]
+    reason = f"c4_kv: page 2 belongs to {other}, expected {owner}"
+    assert failed == ComputeFailed("room", Failure("wrong_owner", reason, "c4_kv", "stamp"))
     harness.arena.owners.clear(where, other)
     harness.arena.owners.stamp(where, owner)
     harness.engine.submit(Prefill("again", request(70), where, 1, 1, owner))
@@ -250,5 +252,5 @@ def test_an_answer_is_not_decoded_from_memory_of_another(harness: Harness) -> No
     harness.arena.owners.stamp(where, Owner(1, 2))
     before = harness.arena.buffer.clone()
     harness.engine.submit(Resume("x", request(70), where, TokenLogprob(42, 0.0), Owner(1, 1)))
-    assert harness.until(Failed, "x")[-1].component == "c4_kv"
+    assert harness.until(ComputeFailed, "x")[-1].failure.component == "c4_kv"
     assert harness.arena.buffer.equal(before)

@@ -15,7 +15,7 @@ from server.cache.layout import ArenaLayout, Placement
 from server.cache.specs import CacheGeometry
 from server.engine import engine as engine_module
 from server.engine.engine import Engine
-from server.engine.events import Event, Failed, Finished, Generate, Output, Prefill, PrefillFinished, Resume
+from server.engine.events import ComputeFailed, Event, Finished, Generate, Output, Prefill, PrefillFinished, Resume
 from server.engine.request import GenerationRequest, SamplingParams, TokenLogprob
 from server.engine.runner import ModelRunner
 from server.engine.sampler import RowSampling, sample
@@ -61,7 +61,7 @@ class Harness:
         while open_keys:
             event = self.events.get(timeout=60)
             seen.append(event)
-            if isinstance(event, Finished | Failed | PrefillFinished):
+            if isinstance(event, Finished | ComputeFailed | PrefillFinished):
                 open_keys.discard(event.key)
         return seen
 
@@ -211,8 +211,8 @@ def test_a_missing_draft_window_fails_by_name_instead_of_drafting_badly(harness:
     one.arena.view("draft_swa")[7] = float("nan")
     one.engine.submit(Resume("room", r, where, done.first))
     failed = one.finish(["room"])[-1]
-    assert isinstance(failed, Failed)
-    assert failed.code == "non_finite_logits"
+    assert isinstance(failed, ComputeFailed)
+    assert failed.failure.code == "non_finite_logits"
 
 
 def test_more_drafts_than_the_rings_can_undo_are_refused(model: DeepseekV4, tokenizer: Tokenizer) -> None:

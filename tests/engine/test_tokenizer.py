@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from server.engine.request import RequestFailed
 from server.engine.tokenizer import Tokenizer, sampling_defaults
+from server.failure import RequestFailed
 from tests.api.byte_bpe import BOS, CHAT_TEMPLATE, write_tokenizer_dir
 
 
@@ -51,7 +51,7 @@ def test_token_bytes_add_up_to_the_text(tokenizer: Tokenizer) -> None:
 def test_lone_surrogate_is_a_400(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestFailed) as failure:
         tokenizer.encode("a\ud800b")
-    assert (failure.value.code, failure.value.status) == ("invalid_text", 400)
+    assert (failure.value.code, failure.value.kind) == ("invalid_text", "request")
     with pytest.raises(RequestFailed) as failure:
         tokenizer.apply_chat_template([{"role": "user", "content": "\ud800"}])
     assert failure.value.code == "invalid_text"
@@ -102,13 +102,13 @@ def test_chat_template_kwargs_reach_the_template(tokenizer: Tokenizer) -> None:
 def test_chat_template_kwargs_may_not_be_arguments_of_the_call(tokenizer: Tokenizer, name: str) -> None:
     with pytest.raises(RequestFailed, match=name) as failure:
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], **{name: "{{ 1 }}"})  # type: ignore[arg-type]
-    assert failure.value.status == 400
+    assert failure.value.kind == "request"
 
 
 def test_template_error_is_a_400_with_its_reason(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestFailed, match="unknown role wizard") as failure:
         tokenizer.apply_chat_template([{"role": "wizard", "content": "x"}])
-    assert (failure.value.code, failure.value.status) == ("chat_template_error", 400)
+    assert (failure.value.code, failure.value.kind) == ("chat_template_error", "request")
 
 
 PASTING = "{% for m in messages %}{% if m['role'] == 'user' %}<user>{% endif %}{{ m.content }}{% endfor %}"
@@ -136,7 +136,7 @@ def test_no_chat_template_is_a_400_on_chat_only(tmp_path: Path) -> None:
     assert plain.decode(plain.encode("hello")) == "hello"
     with pytest.raises(RequestFailed) as failure:
         plain.apply_chat_template([{"role": "user", "content": "x"}])
-    assert (failure.value.code, failure.value.status) == ("no_chat_template", 400)
+    assert (failure.value.code, failure.value.kind) == ("no_chat_template", "request")
 
 
 def test_eos_ids_come_from_the_generation_config_else_from_the_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:

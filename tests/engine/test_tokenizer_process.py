@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from server.engine.request import EncodingJob, RequestFailed
+from server.engine.request import EncodingJob
 from server.engine.tokenizer import Tokenizer
 from server.engine.tokenizer_process import COMMAND, TokenizerProcess
+from server.failure import RequestFailed
 from server.node.options import BUNDLED_MODEL
 
 WITHIN_S = 30.0
@@ -71,7 +72,7 @@ def test_a_dead_process_fails_its_own_job_and_the_next_gets_another(tokenizer: T
     dying = TokenizerProcess("", command=(sys.executable, "-c", "import sys; sys.stdin.buffer.read(1); sys.exit(3)"))
     with pytest.raises(RequestFailed, match="exit code 3") as failure:
         dying.encode(EncodingJob(["x"]))
-    assert (failure.value.code, failure.value.status) == ("tokenizer_died", 503)
+    assert (failure.value.code, failure.value.kind) == ("tokenizer_died", "unavailable")
     process = tokenizer.process()
     process.start()
     assert process.pid is not None
@@ -121,7 +122,7 @@ def test_a_text_that_is_no_unicode_is_a_400_and_costs_no_process(
     pid = process.pid
     with pytest.raises(RequestFailed, match="surrogate at character 1") as failure:
         process.encode(EncodingJob(["a\ud800"]))
-    assert (failure.value.code, failure.value.status) == ("invalid_text", 400)
+    assert (failure.value.code, failure.value.kind) == ("invalid_text", "request")
     assert process.encode(EncodingJob(["x"])) == [tokenizer.encode("x")]
     assert process.pid == pid
 
@@ -130,7 +131,7 @@ def test_what_cannot_be_started_is_a_503() -> None:
     process = TokenizerProcess("", command=("/nowhere/python",))
     with pytest.raises(RequestFailed, match="/nowhere/python") as failure:
         process.encode(EncodingJob(["x"]))
-    assert (failure.value.code, failure.value.status) == ("tokenizer_died", 503)
+    assert (failure.value.code, failure.value.kind) == ("tokenizer_died", "unavailable")
 
 
 def test_it_ends_with_the_process_that_started_it() -> None:

@@ -12,7 +12,7 @@ import asyncio
 import sys
 
 from server.cache.layout import PROBE_NBYTES
-from server.engine.request import RequestFailed
+from server.failure import RequestFailed
 from server.transfer.engines.mooncake import MooncakeEngine
 from tests.nodes.support import NodeUnderTest, Pair, answer, expected, request, until
 from tests.nodes.test_failures import all_free

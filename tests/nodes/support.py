@@ -30,8 +30,8 @@ from server.engine.events import (
     Cancel,
     ChunkComputed,
     Command,
+    ComputeFailed,
     Event,
-    Failed,
     Finished,
     Generate,
     Output,
@@ -43,6 +43,7 @@ from server.engine.events import (
     Stop,
 )
 from server.engine.request import FinishReason, GenerationRequest, SamplingParams, TokenLogprob, TokenOutput
+from server.failure import Failure
 from server.faults.spec import FaultSet
 from server.node.context import NodeContext
 from server.prefill.node import PrefillNode, PrefillSettings
@@ -165,7 +166,7 @@ class FakeEngine(threading.Thread):
         if self.fail_next:
             self.fail_next = False
             self._todo.remove(command)
-            self.on_event(Failed(command.key, "engine_error", "the fake engine was told to fail"))
+            self.on_event(ComputeFailed(command.key, Failure("engine_error", "the fake engine was told to fail")))
             return
         start = self._steps.get(command.key, 0)
         stop = min(n, start + self.chunk_tokens)

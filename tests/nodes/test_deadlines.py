@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from server.decode import room_manager
-from server.engine.request import RequestFailed
+from server.failure import RequestFailed
 from server.transfer.engines.loopback import Fault, LoopbackEngine
 from server.transfer.protocol import Committed, Reserve
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, pairs, request, until
@@ -50,9 +50,9 @@ async def test_reserve(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     d = await pair.decode(p, deadlines=replace(FAST, reserve_s=0.5))
     deaf_to(p, Reserve, monkeypatch)
     failure = await failure_of(d)
-    assert (failure.status, failure.code) == (504, "deadline")
-    assert "no sign of life in phase reserve for " in failure.message
-    assert "(deadline 0.5 s)" in failure.message
+    assert (failure.kind, failure.code) == ("deadline", "deadline")
+    assert "no sign of life in phase reserve for " in failure.failure.reason
+    assert "(deadline 0.5 s)" in failure.failure.reason
     monkeypatch.undo()
     await assert_works_again(p, d)
 
@@ -63,10 +63,10 @@ async def test_queued_and_prefill(pair: Pair) -> None:
     p.engine.gate.clear()
     prefilling = d.node.submit(request(300))
     await until(lambda: p.counts()["slots"]["reserved"] == 1)
-    assert "phase queued on the prefill node: nothing moved for " in (await failure_of(d)).message
+    assert "phase queued on the prefill node: nothing moved for " in (await failure_of(d)).failure.reason
     with pytest.raises(RequestFailed, match=r"phase prefill on the prefill node: .* \(deadline 4 s\)") as caught:
         await prefilling.route()
-    assert caught.value.status == 504
+    assert caught.value.kind == "deadline"
     p.engine.gate.set()
     await assert_works_again(p, d)
 
@@ -79,8 +79,8 @@ async def test_a_prefill_node_that_lives_but_says_nothing_of_the_room(
     p.engine.gate.clear()
     monkeypatch.setattr("server.prefill.room.PrefillRoom._on_tick", lambda *args: [])
     failure = await failure_of(d)
-    assert failure.status == 504
-    assert "no sign of life in phase prefill" in failure.message
+    assert failure.kind == "deadline"
+    assert "no sign of life in phase prefill" in failure.failure.reason
     monkeypatch.undo()
     p.engine.gate.set()
     await assert_works_again(p, d)
@@ -99,11 +99,11 @@ async def test_transfer(pair: Pair) -> None:
     d = await pair.decode(p)
     failure = await failure_of(d)
     if failure.code == "transfer_failed":
-        assert failure.status == 502
-        assert "the deadline passed after " in failure.message
+        assert failure.kind == "peer"
+        assert "the deadline passed after " in failure.failure.reason
     else:  # the room's own deadline has the same length, and was seen first
-        assert failure.status == 504
-        assert "phase transfer on the prefill node" in failure.message
+        assert failure.kind == "deadline"
+        assert "phase transfer on the prefill node" in failure.failure.reason
     await assert_works_again(p, d)
 
 
@@ -118,8 +118,8 @@ async def test_commit_on_either_node(pair: Pair, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(room_manager, "verify", slow_verify)
     failure = await failure_of(d)
-    assert failure.status == 504
-    assert "no sign of life in phase commit for 0." in failure.message
+    assert failure.kind == "deadline"
+    assert "no sign of life in phase commit for 0." in failure.failure.reason
     monkeypatch.undo()
     await assert_works_again(p, d)
     deaf_to(p, Committed, monkeypatch)

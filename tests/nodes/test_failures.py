@@ -15,7 +15,8 @@ import zmq.asyncio
 
 from server.decode import room_manager
 from server.engine.events import Died
-from server.engine.request import FinishReason, RequestFailed
+from server.engine.request import FinishReason
+from server.failure import RequestFailed
 from server.transfer.engines.loopback import Fault, LoopbackEngine, Submission
 from server.transfer.protocol import Committed, encode, seal
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
@@ -50,7 +51,7 @@ async def test_a_component_that_is_not_sent_fails_the_room_by_its_name(pair: Pai
     d = await pair.decode(p)
     with pytest.raises(RequestFailed, match=component) as caught:
         await answer(d.node, request(270))
-    assert (caught.value.component, caught.value.code, caught.value.status) == (component, "component_mismatch", 502)
+    assert (caught.value.component, caught.value.code, caught.value.kind) == (component, "component_mismatch", "peer")
     await assert_works_again(p, d)
     assert d.metric("pd_rooms_total", outcome="failed", reason="component_mismatch") == 1
     assert p.metric("pd_rooms_total", outcome="failed", reason="rejected") == 1
@@ -158,9 +159,11 @@ async def test_a_bad_write_fails_the_room_and_its_memory_is_safe(
     d = await pair.decode(p)
     with pytest.raises(RequestFailed) as caught:
         await answer(d.node, request(270))
-    told = (caught.value.code, caught.value.status)
-    assert told == (code, 502) or (fault is Fault.HANG and told == ("deadline", 504)), "the room's or the sender's own"
-    assert any(name in caught.value.message for name in (*COMPONENTS, "pages", "deadline"))
+    told = (caught.value.code, caught.value.kind)
+    assert told == (code, "peer") or (fault is Fault.HANG and told == ("deadline", "deadline")), (
+        "the room's or the sender's own"
+    )
+    assert any(name in caught.value.failure.reason for name in (*COMPONENTS, "pages", "deadline"))
     await assert_works_again(p, d)
     assert d.metric("pd_fences_total") == fences
     for engine in engines:
@@ -213,7 +216,7 @@ async def test_an_exception_in_one_room_fails_that_room_only(pair: Pair, monkeyp
             patched.setattr(target, broken)
             with pytest.raises(RequestFailed, match="ZeroDivisionError") as caught:
                 await answer(d.node, request(40))
-            assert (caught.value.code, caught.value.status) == ("internal_error", 500)
+            assert (caught.value.code, caught.value.kind) == ("internal_error", "internal")
         await assert_works_again(p, d)
 
 
@@ -251,10 +254,10 @@ async def test_a_peer_that_falls_silent_fails_its_rooms_within_the_deadline_and_
     with pytest.raises(RequestFailed, match="was silent") as caught:
         await generation.route()
     assert time.monotonic() - started < 5 * FAST.peer_s
-    assert (caught.value.code, caught.value.status) == ("peer_lost", 502)
+    assert (caught.value.code, caught.value.kind) == ("peer_lost", "peer")
     with pytest.raises(RequestFailed, match="was silent") as caught:
         d.node.submit(request(5))
-    assert caught.value.status == 503
+    assert caught.value.kind == "unavailable"
     await until(lambda: all_free(d), what="the fence makes the memory free")
     p.engine.gate.set()
     await p.node._bootstrap.close()

@@ -13,7 +13,7 @@ import pytest
 from server.cache.layout import Placement
 from server.cache.owners import Owner
 from server.cache.specs import Scope
-from server.engine.request import RequestFailed
+from server.failure import RequestFailed
 from server.faults.spec import MESSAGE_TYPES, MESSAGES, PHASES
 from tests.nodes.support import NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.nodes.test_failures import all_free, assert_works_again

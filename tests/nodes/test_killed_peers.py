@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from server.engine.request import RequestFailed
+from server.failure import RequestFailed
 from server.transfer.engines.mooncake import MooncakeEngine
 from tests.nodes.support import FAST, Pair, answer, expected, pairs, request, until
 from tests.nodes.test_failures import all_free, assert_works_again
@@ -42,13 +42,13 @@ async def test_a_killed_prefill_node_is_known_at_once(pair: Pair, start_prefill:
         p.signal(signal.SIGKILL)
         with pytest.raises(RequestFailed, match="nobody listens at") as caught:
             await generation.route()
-        assert (caught.value.code, caught.value.status) == ("peer_lost", 502)
+        assert (caught.value.code, caught.value.kind) == ("peer_lost", "peer")
         ready, reason = await d.node.ready()
         assert not ready
         assert "nobody listens at" in reason
         with pytest.raises(RequestFailed, match="nobody listens at") as caught:
             await d.node.submit(request(5)).route()
-        assert (caught.value.code, caught.value.status) == ("no_prefill", 503)
+        assert (caught.value.code, caught.value.kind) == ("no_prefill", "unavailable")
     await until(lambda: all_free(d), what="the fence makes the memory free")
     p = start_prefill(p.port)
     await until(lambda: d.node.server_info()["peers"][0]["state"] == "registered")

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from server.decode.room import DecodeRoom
-from server.engine.request import RequestFailed
+from server.failure import RequestFailed
 from server.node.supervisor import Supervisor
 from server.transfer.engines.base import EngineClosed, TransferError
 from server.transfer.engines.loopback import Fault, LoopbackEngine
@@ -49,7 +49,7 @@ async def test_a_decode_node_that_drains_finishes_what_has_begun(pair: Pair) -> 
     d.node.drain()
     with pytest.raises(RequestFailed, match="decode node is shutting down") as caught:
         await waiting.route()
-    assert (caught.value.status, caught.value.code) == (503, "shutting_down")
+    assert (caught.value.kind, caught.value.code) == ("unavailable", "shutting_down")
     with pytest.raises(RequestFailed, match="shutting down"):
         d.node.submit(request(5))
     assert await d.node.ready() == (False, "the decode node is shutting down")
@@ -71,7 +71,7 @@ async def test_a_prefill_node_that_drains_finishes_its_transfers_and_refuses_new
     for failing in (queued, d.node.submit(request(20))):
         with pytest.raises(RequestFailed, match="prefill node is shutting down") as caught:
             await failing.route()
-        assert (caught.value.status, caught.value.code) == (503, "shutting_down")
+        assert (caught.value.kind, caught.value.code) == ("unavailable", "shutting_down")
     assert await p.node.ready() == (False, "the prefill node is shutting down")
     ready, reason = await d.node.ready()
     assert not ready
@@ -199,7 +199,7 @@ async def test_a_node_that_dies_tells_its_clients_why(pair: Pair, monkeypatch: p
     await d.node.stop()
     with pytest.raises(RequestFailed, match="decode ticker") as caught:
         await generation.route()
-    assert (caught.value.status, caught.value.code) == (503, "node_died")
+    assert (caught.value.kind, caught.value.code) == ("unavailable", "node_died")
     assert not d.node.alive()[0], "also after the end"
 
 
@@ -258,7 +258,7 @@ async def test_an_exception_anywhere_in_a_room_fails_that_room_only(
             patched.setattr(target, broken)
         with pytest.raises(RequestFailed, match="ZeroDivisionError") as caught:
             await asyncio.wait_for(answer(d.node, request(600, seed=2)), 60.0)
-        assert (caught.value.code, caught.value.status) == ("internal_error", 500)
+        assert (caught.value.code, caught.value.kind) == ("internal_error", "internal")
     d.engine.gate.set()
     tokens += [token async for output in bystander for token in output.token_ids]
     assert tokens == expected(request(600, seed=1))

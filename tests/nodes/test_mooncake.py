@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from server.engine.request import RequestFailed
+from server.failure import RequestFailed
 from server.transfer.engines.mooncake import MooncakeEngine
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.nodes.test_failures import COMPONENTS, all_free, assert_works_again

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from server.cache.layout import PROBE_NBYTES
-from server.engine.request import RequestFailed
+from server.failure import RequestFailed
 from server.prefill.kv_sender import MAX_PIECES_IN_FLIGHT
 from server.prefill.request import PrefillRequest
 from server.transfer.engines.base import Ticket
@@ -166,7 +166,7 @@ async def test_one_bad_address_fails_its_room_by_component_and_nothing_lands_lat
         before = SpyingEngine.submitted
         with pytest.raises(RequestFailed, match=r"swa.*refused") as caught:
             await answer(d.node, request(900))
-        assert (caught.value.code, caught.value.status, caught.value.component) == ("transfer_failed", 502, "swa")
+        assert (caught.value.code, caught.value.kind, caught.value.component) == ("transfer_failed", "peer", "swa")
         assert SpyingEngine.submitted - before > 5, "the other pieces went out"
         await stays_free(d)
     assert d.metric("pd_fences_total") == 0, "refused by a living peer: every piece's end is known"

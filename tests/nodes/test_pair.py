@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from server.cache.live import live_positions
-from server.engine.request import RequestFailed, SamplingParams
+from server.engine.request import SamplingParams
+from server.failure import RequestFailed
 from server.transfer.protocol import MAX_ROOM
 from tests.nodes.support import FAST, Pair, answer, expected, pairs, request, until
 from tests.transfer.support import IDENTITY, WINDOW, make_geometry
@@ -107,8 +108,8 @@ async def test_what_can_never_be_served_is_400_with_the_numbers(
     d = await pair.decode(p)
     with pytest.raises(RequestFailed) as caught:
         d.node.submit(request(n, max_tokens=max_tokens))
-    assert caught.value.status == 400
-    assert all(number in caught.value.message for number in numbers)
+    assert caught.value.kind == "request"
+    assert all(number in caught.value.failure.reason for number in numbers)
     assert d.node.server_info()["waiting"] == 0
 
 
@@ -116,7 +117,7 @@ async def test_a_token_outside_the_vocabulary_is_400(pair: Pair) -> None:
     d = await pair.decode(await pair.prefill())
     with pytest.raises(RequestFailed, match="1000") as caught:
         d.node.submit(replace(request(3), prompt_ids=(1, 1000, 2)))
-    assert caught.value.status == 400
+    assert caught.value.kind == "request"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ async def test_a_sampling_parameter_that_the_wire_refuses_is_400(pair: Pair, nam
     d = await pair.decode(await pair.prefill())
     with pytest.raises(RequestFailed, match="out of range") as caught:
         d.node.submit(replace(request(3), sampling=replace(SamplingParams(), **{name: value})))
-    assert caught.value.status == 400
+    assert caught.value.kind == "request"
 
 
 async def test_a_prompt_that_only_the_prefill_node_cannot_hold_fails_with_its_reason(pair: Pair) -> None:
@@ -135,7 +136,7 @@ async def test_a_prompt_that_only_the_prefill_node_cannot_hold_fails_with_its_re
     d = await pair.decode(p)
     with pytest.raises(RequestFailed, match="at most 512") as caught:
         await answer(d.node, request(600))
-    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+    assert (caught.value.kind, caught.value.code) == ("request", "context_length_exceeded")
     await until(lambda: d.counts()["slots"]["free"] == 3)
 
 
@@ -146,11 +147,11 @@ async def test_a_room_in_use_is_409_and_room_ids_have_63_bits(pair: Pair) -> Non
     first = d.node.submit(request(9), room=MAX_ROOM)
     with pytest.raises(RequestFailed) as caught:
         d.node.submit(request(10), room=MAX_ROOM)
-    assert caught.value.status == 409
+    assert caught.value.kind == "conflict"
     for room in (-1, MAX_ROOM + 1):
         with pytest.raises(RequestFailed) as caught:
             d.node.submit(request(10), room=room)
-        assert caught.value.status == 400
+        assert caught.value.kind == "request"
     p.engine.gate.set()
     assert [t async for o in first for t in o.token_ids] == expected(request(9))
     assert (await first.route()).room == MAX_ROOM
@@ -163,7 +164,7 @@ async def test_without_a_peer_the_answer_is_503_with_the_reason(pair: Pair) -> N
     await until(lambda: "nobody" in d.node.server_info()["peers"][0]["reason"], 1.0)
     with pytest.raises(RequestFailed, match=r"nobody listens at 127\.0\.0\.1:1 \(Connection refused\)") as caught:
         d.node.submit(request(5))
-    assert (caught.value.status, caught.value.code) == (503, "no_prefill")
+    assert (caught.value.kind, caught.value.code) == ("unavailable", "no_prefill")
     ready, reason = await d.node.ready()
     assert not ready
     assert "127.0.0.1:1" in reason
@@ -186,7 +187,7 @@ async def test_a_peer_that_does_not_fit_is_refused_and_the_client_is_told_the_fi
     await until(lambda: d.node.server_info()["peers"][0]["state"] == "refused")
     with pytest.raises(RequestFailed, match=words) as caught:
         d.node.submit(request(5))
-    assert caught.value.status == 503
+    assert caught.value.kind == "unavailable"
 
 
 async def test_a_component_that_is_not_offered_is_refused_by_name_until_the_peer_is_replaced(pair: Pair) -> None:
@@ -290,7 +291,7 @@ async def test_the_queue_has_a_deadline_while_nothing_moves(pair: Pair) -> None:
     late = d.node.submit(request(5, seed=9))
     with pytest.raises(RequestFailed, match=r"for 0\.5 s") as caught:
         await late.route()
-    assert (caught.value.status, caught.value.code) == (503, "overloaded")
+    assert (caught.value.kind, caught.value.code) == ("unavailable", "overloaded")
     d.engine.gate.set()
     for generation in running:
         assert [o async for o in generation]

@@ -17,10 +17,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from server.engine.request import RequestFailed, RoutedRoom
+from server.engine.request import RoutedRoom
+from server.failure import Failure, RequestFailed
 from server.transfer.auth import Guard, PeerKeys
 from server.transfer.protocol import Refused, Register, decode, encode
-from server.transfer.rooms import Failure
 from server.transfer.sockets import FRAMES_A_TURN
 from tests.nodes.support import FAST, IDENTITY, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.transfer.support import make_manifest
@@ -49,9 +49,9 @@ async def refused_within(d: NodeUnderTest, seconds: float = KNOWN_S) -> str:
     await until(lambda: peer_of(d)["state"] == "refused", seconds, str(peer_of(d)))
     with pytest.raises(RequestFailed) as caught:
         d.node.submit(request(5))
-    assert (caught.value.status, caught.value.code) == (503, "no_prefill")
+    assert (caught.value.kind, caught.value.code) == ("unavailable", "no_prefill")
     reason: str = peer_of(d)["reason"]
-    assert reason in caught.value.message
+    assert reason in caught.value.failure.reason
     return reason
 
 
@@ -213,14 +213,14 @@ async def test_a_client_that_waits_for_a_peer_hears_of_its_refusal(pair: Pair) -
     d = await pair.decode(p, deadlines=replace(FAST, connect_s=30.0))
     port = p.node.bootstrap_port
     (link,) = d.node.rooms.links
-    link.lose(Failure("peer_lost", "the session was fenced", 502))
+    link.lose(Failure("peer_lost", "the session was fenced"))
     waiting = d.node.submit(request(5))
     await p.node._bootstrap.close()
     await pair.prefill(port=port, identity=replace(IDENTITY, tokenizer="other"))
     started = time.monotonic()
     with pytest.raises(RequestFailed, match="tokenizer differs: prefill has other, decode has tokenizer-a") as caught:
         await waiting.route()
-    assert (caught.value.status, caught.value.code) == (503, "no_prefill")
+    assert (caught.value.kind, caught.value.code) == ("unavailable", "no_prefill")
     assert time.monotonic() - started < KNOWN_S
 
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from server.decode.node import DecodeNode
-from server.engine.events import Failed
-from server.engine.request import GenerationRequest, RequestFailed, RouteInfo
+from server.engine.events import ComputeFailed
+from server.engine.request import GenerationRequest, RouteInfo
+from server.failure import Failure, RequestFailed
 from server.transfer.protocol import Abort, Rejected
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.nodes.test_failures import all_free
@@ -66,7 +67,7 @@ async def test_a_fault_of_the_request_is_not_retried(pair: Pair) -> None:
     d = await pair.decode(small, big)
     with pytest.raises(RequestFailed) as caught:
         await answer(d.node, request(600))
-    assert caught.value.status == 400
+    assert caught.value.kind == "request"
     assert big.engine.prefilled == []
 
 
@@ -111,7 +112,7 @@ async def test_nothing_is_retried_after_a_commit(pair: Pair) -> None:
     generation = d.node.submit(request(300, max_tokens=400))
     await generation.route()
     (req,) = d.node.requests.reqs.values()
-    d.node.on_engine_event(Failed(req.key, "engine_error", "broken while decoding"))
+    d.node.on_engine_event(ComputeFailed(req.key, Failure("engine_error", "broken while decoding")))
     with pytest.raises(RequestFailed, match="broken while decoding"):
         [output async for output in generation]
     assert second.engine.prefilled == []
@@ -194,7 +195,7 @@ async def test_a_full_prefill_node_refuses_and_another_serves(pair: Pair, monkey
     await until(lambda: full.node.server_info()["waiting"] == 1)
     with pytest.raises(RequestFailed, match="1 rooms wait for the prefill node already") as caught:
         await answer(filler.node, request(20, seed=3))
-    assert (caught.value.status, caught.value.code) == (503, "overloaded")
+    assert (caught.value.kind, caught.value.code) == ("unavailable", "overloaded")
     d = await pair.decode(full, free)
     tokens, route = await routed(d.node, request(30))
     assert (tokens, route.prefill, route.n_retries) == (expected(request(30)), address(free), 1)
@@ -211,7 +212,7 @@ async def test_a_full_decode_node_refuses_at_once(pair: Pair) -> None:
     accepted = [d.node.submit(request(20, seed=i)) for i in range(3)]
     with pytest.raises(RequestFailed, match="2 requests wait for a slot and pages already") as caught:
         d.node.submit(request(20, seed=4))
-    assert (caught.value.status, caught.value.code) == (503, "overloaded")
+    assert (caught.value.kind, caught.value.code) == ("unavailable", "overloaded")
     assert len(d.node.requests.reqs) == 3, "nothing is left of it"
     d.engine.gate.set()
     for generation in accepted:
@@ -261,5 +262,5 @@ async def test_a_prompt_at_the_prefill_nodes_limit_and_one_token_longer(pair: Pa
     else:
         with pytest.raises(RequestFailed, match="513 tokens, the prefill node computes at most 512") as caught:
             await answer(d.node, request(n))
-        assert caught.value.status == 400
+        assert caught.value.kind == "request"
     await until(lambda: all_free(p) and all_free(d))

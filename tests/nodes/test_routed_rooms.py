@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from server.engine.generation import NodeGeneration
-from server.engine.request import FinishReason, GenerationRequest, RequestFailed, RoutedRoom, TokenOutput
+from server.engine.request import FinishReason, GenerationRequest, RoutedRoom, TokenOutput
+from server.failure import RequestFailed
 from server.transfer.protocol import MAX_ROOM
 from tests.nodes.support import FAST, NodeUnderTest, Pair, expected, first_token_of, pairs, request, until
 
@@ -135,9 +136,9 @@ async def test_a_room_without_its_decode_half_ends_by_its_deadline(pair: Pair) -
     p = await pair.prefill(deadlines=SHORT)
     d = await pair.decode(p)
     error = await failure(p.node.submit(named(20, p)))
-    assert (error.code, error.status) == ("deadline", 504)
-    assert "no decode node reserved room 7" in error.message
-    assert "0.6 s" in error.message
+    assert (error.code, error.kind) == ("deadline", "deadline")
+    assert "no decode node reserved room 7" in error.failure.reason
+    assert "0.6 s" in error.failure.reason
     asked = request(20)
     assert tokens(await outputs(d.node.submit(asked))) == expected(asked), "both are alive"
     await all_free(p, d)
@@ -147,8 +148,8 @@ async def test_a_room_without_its_prefill_half_ends_by_its_deadline(pair: Pair) 
     p = await pair.prefill(deadlines=SHORT)
     d = await pair.decode(p)
     error = await failure(d.node.submit(named(20, p)))
-    assert (error.code, error.status) == ("deadline", 504)
-    assert "phase pair on the prefill node: no request for room 7 came over HTTP" in error.message
+    assert (error.code, error.kind) == ("deadline", "deadline")
+    assert "phase pair on the prefill node: no request for room 7 came over HTTP" in error.failure.reason
     await all_free(p, d)
 
 
@@ -184,7 +185,7 @@ async def test_a_client_that_leaves_the_prefill_node_ends_both_halves(pair: Pair
         await until(lambda: p.counts()["slots"]["reserved"] == 1)
     at_p.abort()
     error = await failure(at_d, AT_ONCE_S)
-    assert (error.code, error.status) == ("prefill_client_gone", 502)
+    assert (error.code, error.kind) == ("prefill_client_gone", "peer")
     d.engine.gate.set()
     p.engine.gate.set()
     await all_free(p, d)
@@ -215,8 +216,8 @@ async def test_a_client_that_leaves_the_decode_node_ends_both_halves(pair: Pair,
             await until(lambda: p.counts()["slots"]["reserved"] == 1)
         at_d.abort()
         error = await failure(at_p, AT_ONCE_S)
-    assert (error.code, error.status) == ("decode_gave_up", 502)
-    assert "the client aborted" in error.message
+    assert (error.code, error.kind) == ("decode_gave_up", "peer")
+    assert "the client aborted" in error.failure.reason
     d.engine.gate.set()
     p.engine.gate.set()
     await all_free(p, d)
@@ -229,8 +230,8 @@ async def test_different_prompts_are_refused_by_their_hash(pair: Pair) -> None:
         at_d, at_p = d.node.submit(named(20, p)), p.node.submit(other)
         for generation in (at_d, at_p):
             error = await failure(generation, AT_ONCE_S)
-            assert (error.code, error.status) == ("prompt_mismatch", 400)
-            assert "hash" in error.message
+            assert (error.code, error.kind) == ("prompt_mismatch", "request")
+            assert "hash" in error.failure.reason
         await all_free(p, d)
     assert not p.engine.prefilled
 
@@ -245,7 +246,7 @@ async def test_a_room_in_use_is_a_409_on_either_node(pair: Pair) -> None:
         for node in (p, d):
             with pytest.raises(RequestFailed) as caught:
                 node.node.submit(named(30, p))
-            assert (caught.value.code, caught.value.status) == ("duplicate_room", 409)
+            assert (caught.value.code, caught.value.kind) == ("duplicate_room", "conflict")
         await until(lambda: p.counts()["slots"]["reserved"] == 1)
     p.engine.gate.set()
     assert tokens(await outputs(at_d)) == expected(asked)
@@ -260,7 +261,7 @@ async def test_two_decode_nodes_cannot_have_the_same_room(pair: Pair) -> None:
     at_d = d.node.submit(asked)
     await until(lambda: p.node.server_info()["unpaired"]["rooms"] == 1)
     error = await failure(other.node.submit(asked), AT_ONCE_S)
-    assert (error.code, error.status) == ("duplicate_room", 409)
+    assert (error.code, error.kind) == ("duplicate_room", "conflict")
     at_p = p.node.submit(asked)
     assert tokens(await outputs(at_d)) == expected(asked)
     assert tokens(await outputs(at_p)) == expected(asked)[:1]
@@ -292,12 +293,12 @@ async def test_a_prefill_node_that_is_not_known_or_not_there_is_a_503(pair: Pair
     for port, code in ((1, "no_prefill"), (2, "unknown_prefill")):
         with pytest.raises(RequestFailed) as caught:
             d.node.submit(replace(request(20), routed=RoutedRoom(1, "127.0.0.1", port)))
-        assert (caught.value.code, caught.value.status) == (code, 503)
-        assert f"127.0.0.1:{port}" in caught.value.message
+        assert (caught.value.code, caught.value.kind) == (code, "unavailable")
+        assert f"127.0.0.1:{port}" in caught.value.failure.reason
     local = await pair.decode(local=True)
     with pytest.raises(RequestFailed, match="--local-prefill") as caught:
         local.node.submit(named(20, p))
-    assert caught.value.status == 400
+    assert caught.value.kind == "request"
 
 
 async def test_a_failure_on_the_prefill_node_reaches_both_clients_at_once(pair: Pair) -> None:
@@ -318,7 +319,7 @@ async def test_a_mismatch_is_told_to_both_clients_by_component(pair: Pair) -> No
     at_d, at_p = d.node.submit(asked), p.node.submit(asked)
     for generation in (at_d, at_p):
         error = await failure(generation)
-        assert (error.component, error.status) == ("swa", 502)
+        assert (error.component, error.kind) == ("swa", "peer")
     await all_free(p, d)
 
 
@@ -332,7 +333,7 @@ async def test_a_prefill_node_that_goes_takes_its_waiting_rooms_with_it(pair: Pa
     await pair.stop(p)
     assert (await failure(at_p, AT_ONCE_S)).code == "shutting_down"
     error = await failure(at_d, FAST.peer_s + 2)
-    assert error.status in (502, 503)
+    assert error.kind in ("peer", "unavailable")
     d.engine.gate.set()
     await all_free(d)
 
@@ -341,7 +342,7 @@ async def test_a_prefill_node_takes_no_request_without_a_room(pair: Pair) -> Non
     p = await pair.prefill()
     with pytest.raises(RequestFailed) as caught:
         p.node.submit(request(20))
-    assert (caught.value.code, caught.value.status) == ("wrong_role", 400)
+    assert (caught.value.code, caught.value.kind) == ("wrong_role", "request")
 
 
 async def test_an_answer_that_cannot_be_written_fails_that_client_only(
@@ -359,8 +360,8 @@ async def test_an_answer_that_cannot_be_written_fails_that_client_only(
         at_p, at_d = p.node.submit(asked), d.node.submit(asked)
         assert tokens(await outputs(at_d)) == expected(asked)
         error = await failure(at_p)
-    assert (error.code, error.status) == ("internal_error", 500)
-    assert "simulated" in error.message
+    assert (error.code, error.kind) == ("internal_error", "internal")
+    assert "simulated" in error.failure.reason
     await all_free(p, d)
     at_p, at_d = p.node.submit(asked), d.node.submit(asked)
     assert tokens(await outputs(at_d)) == expected(asked)
@@ -379,10 +380,10 @@ async def test_a_prefill_node_that_drains_ends_what_is_not_paired_and_answers_wh
     p.node.drain()
     for half in halves:
         error = await failure(half, AT_ONCE_S)
-        assert (error.code, error.status) == ("shutting_down", 503)
+        assert (error.code, error.kind) == ("shutting_down", "unavailable")
     with pytest.raises(RequestFailed) as caught:
         p.node.submit(named(20, p, room=4))
-    assert (caught.value.code, caught.value.status) == ("shutting_down", 503)
+    assert (caught.value.code, caught.value.kind) == ("shutting_down", "unavailable")
     p.engine.gate.set()
     assert tokens(await outputs(at_d)) == expected(asked)
     assert tokens(await outputs(at_p)) == expected(asked)[:1]
@@ -394,7 +395,7 @@ async def test_more_requests_than_may_wait_are_a_503(pair: Pair) -> None:
     halves = [p.node.submit(named(20, p, room=room)) for room in range(2)]
     with pytest.raises(RequestFailed) as caught:
         p.node.submit(named(20, p, room=2))
-    assert (caught.value.code, caught.value.status) == ("overloaded", 503)
+    assert (caught.value.code, caught.value.kind) == ("overloaded", "unavailable")
     for half in halves:
         half.abort()
     assert not p.node.submit(named(20, p, room=2)).ended

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
+from cluster.relay import control_relay
 
 from server.engine.generation import NodeGeneration
-from server.engine.request import GenerationRequest, RequestFailed, RoutedRoom
-from server.transfer.rooms import Failure
-from tests.nodes.relay import relay
+from server.engine.request import GenerationRequest, RoutedRoom
+from server.failure import Failure, RequestFailed
 from tests.nodes.support import NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.nodes.test_routed_rooms import AT_ONCE_S, all_free, failure, fill, named, outputs, tokens
 
@@ -53,21 +53,21 @@ async def all_memory_free(d: NodeUnderTest) -> None:
 
 async def test_memory_is_taken_when_the_request_has_arrived_and_before_it_is_computed(pair: Pair) -> None:
     p = await pair.prefill()
-    async with relay(p.node.bootstrap_port) as wire:
+    async with control_relay(f"127.0.0.1:{p.node.bootstrap_port}") as wire:
         d = await pair.decode(wire.address)
         asked = named_at(wire.address)
-        wire.keep = {"Reserve"}
+        wire.hold = {"Reserve"}
         at_d = d.node.submit(asked)
         await until(lambda: n_unpaired(p) == 1)
         await all_memory_free(d)
         at_p = p.node.submit(asked)
-        await until(lambda: bool(wire.kept))
+        await until(lambda: bool(wire.held))
         assert wire.answers["RequestArrived"] >= 1
         assert d.counts()["slots"]["reserved"] == 1
         assert not p.engine.prefilled
-        wire.keep = set()
-        for passed in wire.kept:
-            await wire.pass_on(passed)
+        wire.hold = set()
+        for passed in wire.held:
+            wire.send(passed)
         assert tokens(await outputs(at_d)) == expected(asked)
         assert tokens(await outputs(at_p)) == expected(asked)[:1]
         await all_free(p, d)
@@ -114,7 +114,7 @@ async def test_a_waiting_room_outlives_the_registration_that_it_was_told_in(pair
         lambda: n_unpaired(p) == 1 if at_p is None else p.node._manager.routed_rooms._halves[7].waiting is not None
     )
     (link,) = d.node.rooms.links
-    link.lose(Failure("fenced", "simulated", 502))
+    link.lose(Failure("fenced", "simulated"))
     await until(lambda: [peer["registration"] for peer in p.node.server_info()["peers"]] == [2])
     at_p = at_p or p.node.submit(asked)
     d.engine.gate.set()
@@ -194,5 +194,5 @@ async def test_a_request_that_the_prefill_node_does_not_take_ends_the_decode_nod
     with pytest.raises(RequestFailed):
         p.node.submit(asked)
     error = await failure(at_d or d.node.submit(asked), AT_ONCE_S)
-    assert (error.code, error.status) == ("overloaded", 503)
+    assert (error.code, error.kind) == ("overloaded", "unavailable")
     assert n_unpaired(p) == 0

@@ -12,6 +12,8 @@ from server.prefill.kv_sender import Piece, Sender, SendOutcome
 from server.transfer.engines.mooncake import MooncakeEngine
 from tests.transfer_engines.support import MIB, Bytes, PeerProcess, Results, make_job, random_bytes
 
+pytestmark = pytest.mark.processes
+
 StartPeer = Callable[..., PeerProcess]
 StartSender = Callable[[Bytes, str], Sender]
 

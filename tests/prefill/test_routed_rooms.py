@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
-from server.engine.request import RequestFailed, RoutedRoom
+from server.engine.request import RoutedRoom
+from server.failure import Failure, RequestFailed
 from server.prefill.routed_rooms import REMEMBER_S, RoutedRooms
 from server.transfer.protocol import Registration, Waiting, room_ids
-from server.transfer.rooms import Failure, RoomKey
+from server.transfer.rooms import RoomKey
 from tests.nodes.support import FakeTokenizer, request
 
 PAIR_S = 10.0
 ROOM = 7
 NOW = Registration("a" * 32, "b" * 32, 1)
 ASKED = replace(request(20), routed=RoutedRoom(ROOM, "127.0.0.1", 1))
-GONE = Failure("aborted", "the client aborted the request", 499)
+GONE = Failure("aborted", "the client aborted the request")
 
 
 def waiting(epoch: int, registration: Registration = NOW) -> Waiting:
@@ -180,6 +181,3 @@ def test_what_waited_in_a_registration_that_is_over_is_told_anew() -> None:
     assert halves.invited == []
     halves.decode(1, later)
     assert halves.invited == [1]
-
-
-# --- the decode node's side -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench_data import BenchFailed, Measurement, Stream, decode_rate
+from benchmark.measurement import BenchFailed, Measurement, Stream, decode_rate
 
 pytestmark = pytest.mark.processes
 

@@ -9,10 +9,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import gsm8k
 import pytest
-from gsm8k_client import Answer
-from gsm8k_data import (
+from evaluation import gsm8k
+from evaluation.client import Answer
+from evaluation.questions import (
     DataError,
     Problem,
     chat_messages,
@@ -22,7 +22,7 @@ from gsm8k_data import (
     marked_number,
     pick_shots,
 )
-from gsm8k_report import Run, as_json, differences
+from evaluation.report import Run, as_json, differences
 
 from tests.scripts.fake_endpoint import Script, serving
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny.acceptance import measure
-from tiny.draft_checkpoint import write_draft
+from tiny.checkpoint import write_draft
 from tiny.draft_training import DraftTrainer, Settings
 from tiny.nextn import Anchors, Drafter, NextN
 from tiny.tokenizer import build_tokenizer
@@ -83,5 +83,5 @@ def test_a_draft_of_another_target_is_not_written(checkpoint: Path, tmp_path: Pa
 
 def test_the_bundled_draft_is_worth_its_steps() -> None:
     """The goal over all questions is 2.5 tokens a step; a few of them show that the draft fits its target."""
-    result = measure(BUNDLED, BUNDLED.parent / "tiny-gsm8k", k=3, n_questions=6, threads=1)
+    result = measure(BUNDLED, k=3, n_questions=6, threads=1)
     assert result.mean_length >= 2.5

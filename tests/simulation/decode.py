@@ -27,6 +27,7 @@ from server.decode.room import (
 )
 from server.decode.routed_rooms import RoutedRooms
 from server.engine.request import GenerationRequest, RoutedRoom, TokenLogprob
+from server.failure import Failure
 from server.transfer.protocol import (
     Abort,
     AnyMessage,
@@ -51,7 +52,7 @@ from server.transfer.protocol import (
     room_ids,
 )
 from server.transfer.protocol import Failed as FailedMessage
-from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick
+from server.transfer.rooms import Forget, GivenUp, PeerLost, RoomKey, Send, Tick
 from tests.simulation.memory import N_TOKENS, Memory
 from tests.transfer.support import make_manifest
 
@@ -59,8 +60,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 MANIFEST = make_manifest("decode")
-LOST = Failure("peer_lost", "simulated", 502)
-ABORTED = Failure("aborted", "simulated", 499)
+LOST = Failure("peer_lost", "simulated")
+ABORTED = Failure("aborted", "simulated")
 SAMPLING = Sampling(1, 0, 0.0, 1.0, 0, 1, (), (), False, None)
 PROMPT = tuple(range(N_TOKENS))
 
@@ -329,7 +330,7 @@ class SimulatedDecode:
             case Send():
                 world.to_prefill(action.message)
             case Verify():
-                bad = Failure("component_mismatch", "simulated", 502, "swa")
+                bad = Failure("component_mismatch", "simulated", "swa")
                 verified = Verified(bad if world.hits(world.weather.bad_digest) else TokenLogprob(1, 0.0))
                 life = self.life
                 world.at(

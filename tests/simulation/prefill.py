@@ -11,7 +11,8 @@ import msgspec
 
 from server.cache.layout import Placement
 from server.engine.generation import NodeGeneration
-from server.engine.request import GenerationRequest, RequestFailed, RoutedRoom, TokenLogprob
+from server.engine.request import GenerationRequest, RoutedRoom, TokenLogprob
+from server.failure import Failure, RequestFailed
 from server.prefill.registrations import Registrations, Standing
 from server.prefill.request import read_request
 from server.prefill.room import PrefillPhase, PrefillRoom, failed_message
@@ -55,7 +56,7 @@ from server.transfer.protocol import (
     Writes,
     ids_of,
 )
-from server.transfer.rooms import Failure, Forget, GivenUp, PeerLost, RoomKey, Send, Tick, Tombstones
+from server.transfer.rooms import Forget, GivenUp, PeerLost, RoomKey, Send, Tick, Tombstones
 from tests.nodes.support import FakeTokenizer
 from tests.simulation.memory import N_TOKENS, Write, allocator
 from tests.transfer.support import make_manifest
@@ -63,7 +64,7 @@ from tests.transfer.support import make_manifest
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-LOST = Failure("peer_lost", "simulated", 502)
+LOST = Failure("peer_lost", "simulated")
 N_CHUNKS = 3
 ROUTING_ID = b"D"
 MANIFEST = make_manifest("prefill")
@@ -228,7 +229,7 @@ class SimulatedPrefill:
         elif isinstance(message, Reserve):
             self._on_reserve(peer, key, message)
         elif isinstance(message, Abort):
-            failure = Failure("aborted", message.reason, 499)
+            failure = Failure("aborted", message.reason)
             self._pairing.given_up(key, failure)
             if self._stones.clean(key):
                 self._stones.bury(key, failure, clean=True)
@@ -241,14 +242,14 @@ class SimulatedPrefill:
             return
         stone = self._stones.refuses(key)
         if stone is not None:
-            failure = stone.failure or Failure("room_over", "over", 409)
+            failure = stone.failure or Failure("room_over", "over")
             self._world.to_decode(failed_message(waiting, failure, Writes.SETTLING))
         else:
             self._pairing.heard(waiting)
 
     def _on_reserve(self, peer: Peer, key: RoomKey, reserve: Reserve) -> None:
         if (stone := self._stones.refuses(key)) is not None:
-            failure = stone.failure or Failure("room_over", "over", 409)
+            failure = stone.failure or Failure("room_over", "over")
             writes = Writes.SETTLING if self._stones.clean(key) else Writes.UNKNOWN
             self._world.to_decode(failed_message(reserve, failure, writes))
             return
@@ -260,7 +261,7 @@ class SimulatedPrefill:
         room = PrefillRoom(reserve, N_TOKENS, self._world.deadlines, self._world.now)
         prompt = Prompt(room, peer.registration, peer.session, read_request(reserve))
         self._prompts[key] = prompt
-        twice = Failure("duplicate_room", "simulated", 409)
+        twice = Failure("duplicate_room", "simulated")
         self._feed(prompt, GivenUp(twice) if is_twice else reserve)
         if isinstance(reserve.request, RoutedRequest):
             self._pairing.reserved(prompt)  # type: ignore[arg-type]
@@ -305,7 +306,7 @@ class SimulatedPrefill:
             return
         if self._world.hits(self._world.weather.engine_fails):
             prompt.computing = False
-            self._feed(prompt, EngineIdle(Failure("engine_error", "simulated", 500)))
+            self._feed(prompt, EngineIdle(Failure("engine_error", "simulated")))
         elif chunk < N_CHUNKS:
             self._feed(prompt, Advanced(chunk))
             self._compute_later(prompt, chunk + 1)
@@ -389,5 +390,5 @@ class SimulatedPrefill:
             return
         prompt.batches[batch_id] = fate
         is_quiet = all(known in ("applied", "refused") for known in prompt.batches.values())
-        failure = None if fate == "applied" else Failure("transfer_failed", fate, 502, "swa")
+        failure = None if fate == "applied" else Failure("transfer_failed", fate, "swa")
         self._feed(prompt, BatchEnded(batch_id, failure, is_quiet))

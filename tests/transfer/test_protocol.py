@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.engine.request import SamplingParams
+from server.failure import FailureKind
 from server.transfer import protocol
 from server.transfer.manifest import PROTOCOL_VERSION
 from server.transfer.protocol import (
@@ -68,7 +69,14 @@ MESSAGES: list[AnyMessage] = [
     reserve(),
     routed(),
     Done(**IDS, n=3, sent=(Sent("swa", 0, 3, 96, 2**64 - 1),), pieces=4, timings=Timings(0.0, 1.5, 0.1, 0.2)),
-    Failed(**IDS, code="deadline", reason="it took too long", status=504, component="swa", writes=Writes.UNKNOWN),
+    Failed(
+        **IDS,
+        code="deadline",
+        reason="it took too long",
+        kind=FailureKind.DEADLINE,
+        component="swa",
+        writes=Writes.UNKNOWN,
+    ),
     Quiesced(**IDS),
 ]
 
@@ -172,7 +180,12 @@ def test_another_version_is_told_apart_from_garbage() -> None:
 
 def test_frames_over_their_cap_are_refused_on_both_sides() -> None:
     big = Failed(
-        **IDS, code="x", reason="y" * (MAX_SMALL_FRAME_NBYTES + 1), status=500, component="", writes=Writes.SETTLING
+        **IDS,
+        code="x",
+        reason="y" * (MAX_SMALL_FRAME_NBYTES + 1),
+        kind=FailureKind.INTERNAL,
+        component="",
+        writes=Writes.SETTLING,
     )
     with pytest.raises(ProtocolError, match="over the cap") as caught:
         encode(big)

@@ -17,6 +17,7 @@ from server.decode.room import (
     Verify,
 )
 from server.engine.request import TokenLogprob
+from server.failure import Failure, FailureKind
 from server.prefill.room import PrefillPhase, PrefillRoom, failed_message
 from server.prefill.room_events import (
     Admitted,
@@ -49,18 +50,7 @@ from server.transfer.protocol import (
     Writes,
     ids_of,
 )
-from server.transfer.rooms import (
-    Deadlines,
-    Failure,
-    Forget,
-    GivenUp,
-    Heartbeat,
-    PeerLost,
-    RoomKey,
-    Send,
-    Tick,
-    Tombstones,
-)
+from server.transfer.rooms import Deadlines, Forget, GivenUp, Heartbeat, PeerLost, RoomKey, Send, Tick, Tombstones
 from tests.transfer.test_protocol import reserve
 
 DEADLINES = Deadlines()
@@ -69,7 +59,7 @@ RESERVE = reserve()
 IDS = ids_of(RESERVE)
 DONE = Done(**IDS, n=3, sent=(), pieces=1, timings=None)  # type: ignore[arg-type]
 FIRST = TokenLogprob(1, -0.5)
-GONE = Failure("aborted", "the client is gone", 499)
+GONE = Failure("aborted", "the client is gone")
 
 
 def sent(actions: list[object]) -> list[object]:
@@ -125,7 +115,7 @@ class TestDecodeRoom:
             actions = room.handle(Tick(), limit_s + 1.1)
             assert kinds(actions) == [FailClient, Abort]
             assert room.failure is not None
-            assert (room.failure.code, room.failure.status) == ("deadline", 504)
+            assert (room.failure.code, room.failure.kind) == ("deadline", "deadline")
             assert phase in room.failure.reason
 
     def test_a_sign_of_life_moves_the_deadline(self) -> None:
@@ -153,7 +143,7 @@ class TestDecodeRoom:
     def test_a_lost_failed_is_waited_for_so_that_the_client_learns_the_reason(self) -> None:
         room = decode_room()
         assert room.handle(Quiesced(**IDS), 1.0) == [], "the Failed before it was lost, and comes again"
-        failed = failed_message(RESERVE, Failure("engine_error", "it broke", 500), Writes.SETTLING)
+        failed = failed_message(RESERVE, Failure("engine_error", "it broke"), Writes.SETTLING)
         assert kinds(room.handle(failed, 1.5)) == [FailClient, Abort, Free, Forget]
         assert room.failure is not None
         assert room.failure.reason == "it broke"
@@ -169,27 +159,27 @@ class TestDecodeRoom:
         room.handle(GivenUp(GONE), 0.0)
         assert kinds(room.handle(Tick(), DEADLINES.quiesce_s + 1)) == [FencePeer]
         assert FencePeer not in kinds(room.handle(Tick(), DEADLINES.quiesce_s + 2))
-        assert room.handle(PeerLost(Failure("fenced", "", 502)), 40.0) == []
+        assert room.handle(PeerLost(Failure("fenced", "")), 40.0) == []
         assert kinds(room.handle(Fenced(), 41.0)) == [Free, Forget]
 
     def test_unknown_writes_ask_for_a_fence_at_once(self) -> None:
         room = decode_room()
         failed = Failed(
-            **IDS, code="transfer_failed", reason="lost", status=502, component="swa", writes=Writes.UNKNOWN
+            **IDS, code="transfer_failed", reason="lost", kind=FailureKind.PEER, component="swa", writes=Writes.UNKNOWN
         )
         assert kinds(room.handle(failed, 1.0)) == [FailClient, Abort, FencePeer]
-        assert room.failure == Failure("transfer_failed", "lost", 502, "swa")
+        assert room.failure == Failure("transfer_failed", "lost", "swa")
 
     def test_a_lost_peer_fails_the_client_at_once_and_frees_after_the_fence(self) -> None:
         room = decode_room()
-        assert kinds(room.handle(PeerLost(Failure("peer_lost", "silent", 502)), 1.0)) == [FailClient]
+        assert kinds(room.handle(PeerLost(Failure("peer_lost", "silent")), 1.0)) == [FailClient]
         assert room.handle(Tick(), 500.0) == []
         assert kinds(room.handle(Fenced(), 501.0)) == [Free, Forget]
 
     def test_a_mismatch_is_rejected_by_component(self) -> None:
         room = decode_room()
         room.handle(DONE, 1.0)
-        actions = room.handle(Verified(Failure("component_mismatch", "swa: digest", 502, "swa")), 1.1)
+        actions = room.handle(Verified(Failure("component_mismatch", "swa: digest", "swa")), 1.1)
         assert kinds(actions) == [Rejected, FailClient, Abort]
         assert sent(actions)[0] == Rejected(**IDS, component="swa", reason="swa: digest")
 
@@ -225,7 +215,7 @@ class TestPrefillRoom:
         room = prefill_room(PrefillPhase.TRANSFER)
         room.handle(Pushed(2, (Rows("swa", 2, 3, 32),), 3, last=True), 2.2)
         assert room.handle(BatchEnded(1, None, quiesced=False), 2.3) == [], "the other one is under way"
-        (told,) = sent(room.handle(GivenUp(Failure("bye", "the client has gone", 502)), 2.4))
+        (told,) = sent(room.handle(GivenUp(Failure("prefill_client_gone", "the client has gone")), 2.4))
         assert isinstance(told, Failed)
         assert told.writes is Writes.SETTLING
         verdict, *_ = sent(room.handle(BatchEnded(2, None, quiesced=quiesced), 2.5))
@@ -244,7 +234,7 @@ class TestPrefillRoom:
             actions = room.handle(EngineIdle(), 10.1)
         elif phase is PrefillPhase.TRANSFER:
             assert kinds(actions) == [CancelPush]
-            actions = room.handle(BatchEnded(1, Failure("transfer_failed", "cancelled", 502), quiesced=True), 10.1)
+            actions = room.handle(BatchEnded(1, Failure("transfer_failed", "cancelled"), quiesced=True), 10.1)
         if phase is PrefillPhase.QUEUED:
             assert kinds(actions) == [Quiesced, Forget]
         else:
@@ -259,7 +249,7 @@ class TestPrefillRoom:
 
     def test_quiesced_is_never_said_after_a_write_of_unknown_fate(self) -> None:
         room = prefill_room(PrefillPhase.TRANSFER)
-        actions = room.handle(BatchEnded(1, Failure("transfer_failed", "timed out", 502, "swa"), quiesced=False), 3.0)
+        actions = room.handle(BatchEnded(1, Failure("transfer_failed", "timed out", "swa"), quiesced=False), 3.0)
         messages = [m for m in sent(actions) if isinstance(m, Failed)]
         assert [m.writes for m in messages] == [Writes.UNKNOWN, Writes.UNKNOWN]
         actions = room.handle(Abort(**IDS, reason="bye"), 3.1)
@@ -268,7 +258,7 @@ class TestPrefillRoom:
 
     def test_a_failure_is_told_at_once_and_again_until_the_abort(self) -> None:
         room = prefill_room(PrefillPhase.PREFILL)
-        actions = room.handle(EngineIdle(Failure("engine_error", "boom", 500)), 2.0)
+        actions = room.handle(EngineIdle(Failure("engine_error", "boom")), 2.0)
         assert kinds(actions) == [Failed, Quiesced, Clean]
         assert kinds(room.handle(Cleaned(), 2.1)) == [Release]
         assert kinds(room.handle(Tick(), 2.6)) == [Failed]
@@ -276,7 +266,7 @@ class TestPrefillRoom:
 
     def test_a_failure_that_is_never_acknowledged_is_forgotten_in_the_end(self) -> None:
         room = prefill_room(PrefillPhase.PREFILL)
-        room.handle(EngineIdle(Failure("engine_error", "boom", 500)), 2.0)
+        room.handle(EngineIdle(Failure("engine_error", "boom")), 2.0)
         room.handle(Cleaned(), 2.1)
         assert kinds(room.handle(Tick(), 3.0 + DEADLINES.quiesce_s)) == [Forget]
 
@@ -301,7 +291,7 @@ class TestPrefillRoom:
 
     def test_a_lost_peer_is_told_nothing(self) -> None:
         room = prefill_room(PrefillPhase.TRANSFER)
-        assert kinds(room.handle(PeerLost(Failure("peer_lost", "", 502)), 3.0)) == [CancelPush]
+        assert kinds(room.handle(PeerLost(Failure("peer_lost", "")), 3.0)) == [CancelPush]
         assert kinds(room.handle(SenderGone(), 8.0)) == [Clean]
         assert kinds(room.handle(Cleaned(), 8.1)) == [Release, Forget]
 

@@ -1,0 +1,1 @@
+"""Speed, measured in turns so that a busy machine disturbs all variants alike: the server, transformers, Mooncake."""

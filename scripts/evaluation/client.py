@@ -1,0 +1,261 @@
+"""A streaming client for one OpenAI-compatible endpoint that measures what it receives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from .questions import STOP
+
+ANSWER_TIMEOUT_S = 120.0
+PROBE_TIMEOUT_S = 5.0
+PROBE_TRIES = 4
+
+
+class ServerDied(Exception):
+    """The endpoint cannot be reached (any more)."""
+
+
+class RequestError(Exception):
+    """One request was answered by an error, or not to its end."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer and its clock: times in seconds since the request was sent.
+
+    ``draft_steps`` and ``accepted`` are the server's counts of speculative steps and accepted drafts (0 without them).
+    """
+
+    text: str = ""
+    error: str | None = None
+    finish_reason: str | None = None
+    prefill: str | None = None
+    room: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    draft_steps: int = 0
+    accepted: int = 0
+    chunk_times_s: tuple[float, ...] = ()
+    total_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to the first chunk with text."""
+        return self.chunk_times_s[0] if self.chunk_times_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first."""
+        if self.completion_tokens < 2 or len(self.chunk_times_s) < 2:
+            return None
+        return (self.chunk_times_s[-1] - self.chunk_times_s[0]) / (self.completion_tokens - 1)
+
+    @property
+    def itl_s(self) -> tuple[float, ...]:
+        """Gaps between chunks with text (one chunk may carry several tokens)."""
+        return tuple(b - a for a, b in zip(self.chunk_times_s, self.chunk_times_s[1:], strict=False))
+
+
+@dataclass
+class _Stream:
+    """What has arrived of one answer."""
+
+    texts: list[str] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    pd: dict[str, str] = field(default_factory=dict)
+    """What the head of the stream could not say yet, if it went out before the prompt was computed."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where and how to ask. ``base_url`` with or without a trailing ``/v1``; ``timeout_s`` bounds one whole request."""
+
+    base_url: str
+    api: str
+    model: str | None
+    max_tokens: int
+    stop: tuple[str, ...]
+    timeout_s: float
+    api_key: str | None = None
+
+    @property
+    def root(self) -> str:
+        return self.base_url.rstrip("/").removesuffix("/v1")
+
+    @property
+    def url(self) -> str:
+        return f"{self.root}/v1/{'completions' if self.api == 'completions' else 'chat/completions'}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+    def body(self, prompt: str | list[dict[str, str]]) -> dict[str, Any]:
+        """A greedy streaming request for ``prompt``: a text, or chat messages."""
+        return {
+            "model": self.model,
+            ("prompt" if self.api == "completions" else "messages"): prompt,
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+            "stop": list(self.stop),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+
+async def first_model(client: httpx.AsyncClient, endpoint: Endpoint) -> str:
+    """The endpoint's first model id. Raises :class:`ServerDied` when nothing answers."""
+    try:
+        response = await client.get(f"{endpoint.root}/v1/models", timeout=PROBE_TIMEOUT_S)
+        response.raise_for_status()
+        return str(response.json()["data"][0]["id"])
+    except httpx.TransportError as error:
+        raise ServerDied(f"{endpoint.root} does not answer: {_reason(error)}") from error
+    except (httpx.HTTPStatusError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ServerDied(f"{endpoint.root}/v1/models is not an OpenAI model list: {_reason(error)}") from error
+
+
+async def ask_all(
+    client: httpx.AsyncClient,
+    endpoint: Endpoint,
+    prompts: Sequence[str | list[dict[str, str]]],
+    concurrency: int,
+    on_answer: Callable[[int, Answer], None],
+) -> list[Answer]:
+    """Asks every prompt with at most ``concurrency`` in flight; answers in the order of ``prompts``.
+
+    A failed request is an :class:`Answer` with an ``error``. Raises :class:`ServerDied` once the endpoint is gone.
+    """
+    answers: dict[int, Answer] = {}
+    waiting = iter(enumerate(prompts))
+
+    async def worker() -> None:
+        for index, prompt in waiting:
+            answers[index] = await ask(client, endpoint, prompt)
+            on_answer(index, answers[index])
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, len(prompts))):
+                group.create_task(worker())
+    except* ServerDied as died:
+        raise died.exceptions[0] from None
+    return [answers[index] for index in range(len(prompts))]
+
+
+def ask_bundled_model(
+    url: str, prompts: Sequence[str], concurrency: int, max_tokens: int = 64, stop: tuple[str, ...] = STOP
+) -> list[Answer]:
+    """Answers of a node that serves the bundled model. Raises :class:`ServerDied`."""
+    endpoint = Endpoint(url, "completions", "tiny-dsv4", max_tokens, stop, ANSWER_TIMEOUT_S)
+
+    async def run() -> list[Answer]:
+        async with httpx.AsyncClient(timeout=ANSWER_TIMEOUT_S, trust_env=False) as client:
+            return await ask_all(client, endpoint, prompts, concurrency, lambda index, answer: None)
+
+    return asyncio.run(run())
+
+
+async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str | list[dict[str, str]]) -> Answer:
+    """Asks once and reads the stream to its end."""
+    started = time.perf_counter()
+    stream = _Stream()
+    headers: httpx.Headers | None = None
+    error: str | None = None
+    try:
+        async with (
+            asyncio.timeout(endpoint.timeout_s),
+            client.stream("POST", endpoint.url, json=endpoint.body(prompt), headers=endpoint.headers) as response,
+        ):
+            headers = response.headers
+            async for event in events_of(response):
+                _take(stream, event, time.perf_counter() - started)
+    except TimeoutError:
+        error = f"no complete answer within {endpoint.timeout_s:g} s"
+    except RequestError as failed:
+        error = str(failed)
+    except httpx.TransportError as lost:
+        error = f"connection lost: {_reason(lost)}"
+        await _check_alive(client, endpoint, error)
+    drafts = stream.usage.get("completion_tokens_details") or {}
+    return Answer(
+        text="".join(stream.texts),
+        error=error,
+        finish_reason=stream.finish_reason,
+        prefill=stream.pd.get("prefill") or (headers.get("x-pd-prefill") if headers else None),
+        room=stream.pd.get("room") or (headers.get("x-pd-room") if headers else None),
+        prompt_tokens=int(stream.usage.get("prompt_tokens") or 0),
+        completion_tokens=int(stream.usage.get("completion_tokens") or len(stream.times_s)),
+        draft_steps=int(drafts.get("draft_steps") or 0),
+        accepted=int(drafts.get("accepted_prediction_tokens") or 0),
+        chunk_times_s=tuple(stream.times_s),
+        total_s=time.perf_counter() - started,
+    )
+
+
+async def events_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON events of a stream. Raises :class:`RequestError` for an error and for an end without [DONE]."""
+    if response.status_code != httpx.codes.OK:
+        raise RequestError(f"HTTP {response.status_code}: {_error_text(await response.aread())}")
+    async for line in response.aiter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        try:
+            event = json.loads(data)
+        except ValueError as error:
+            raise RequestError(f"the stream holds something other than JSON: {data[:80]!r}") from error
+        if not isinstance(event, dict):
+            raise RequestError(f"the stream holds something other than objects: {data[:80]!r}")
+        if "error" in event:
+            raise RequestError(f"error in the stream: {_error_text(data.encode())}")
+        yield event
+    raise RequestError("the stream ended without [DONE]")
+
+
+def _take(stream: _Stream, event: dict[str, Any], now_s: float) -> None:
+    stream.usage = event.get("usage") or stream.usage
+    stream.pd = event.get("pd") or stream.pd
+    for choice in event.get("choices") or []:
+        text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        stream.finish_reason = choice.get("finish_reason") or stream.finish_reason
+        if text:
+            stream.texts.append(text)
+            stream.times_s.append(now_s)
+
+
+async def _check_alive(client: httpx.AsyncClient, endpoint: Endpoint, after: str) -> None:
+    """One lost connection may be an accident: raises :class:`ServerDied` if nothing listens there any more."""
+    for attempt in range(PROBE_TRIES):
+        try:
+            await client.get(f"{endpoint.root}/v1/models", timeout=PROBE_TIMEOUT_S)
+        except httpx.TransportError as error:
+            last = _reason(error)
+            await asyncio.sleep(0.25 * attempt)
+        else:
+            return
+    raise ServerDied(f"{endpoint.root} died during the run ({after}; then {PROBE_TRIES} times: {last})")
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _error_text(body: bytes) -> str:
+    """The message of an OpenAI-shaped error, else the start of the body."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode("utf-8", "replace")

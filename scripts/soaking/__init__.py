@@ -1,0 +1,1 @@
+"""scripts/soak.py: random clients against nodes that are killed, frozen, restarted and attacked meanwhile."""
