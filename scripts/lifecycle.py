@@ -29,7 +29,7 @@ BODY = {"prompt": "Question: Tom has 8 bags with 8 books each. How many books do
 
 def record(folder: Path) -> Way:
     """Starts a pair, leaves it idle, asks one question, and ends it: what ran for the question."""
-    nodes = []
+    nodes: list[Node] = []
     for role, options in (("prefill", ()), ("decode", ("--spec-tokens", "2"))):
         program = [sys.executable, "-m", "walk.recorder", str(folder / f"{role}.json"), f"server.{role}"]
         more = ("--prefill", nodes[0].address, *options) if nodes else ()

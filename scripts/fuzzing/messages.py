@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from server.failure import FailureKind
 from server.transfer.manifest import Manifest
 from server.transfer.protocol import (
     MAX_ROOM,
