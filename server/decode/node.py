@@ -55,7 +55,7 @@ class DecodeNode:
         self._loop = asyncio.get_running_loop()
         self.requests.start()
         self._ticker = ticker = asyncio.create_task(tick_for_ever(self.role, self.requests), name="decode ticker")
-        self._supervisor.watch(lambda: [ticker, *self.requests.tasks])
+        self._supervisor.watch(lambda: [ticker, *self.rooms.peers.tasks])
 
     def vital(self, thread: threading.Thread) -> None:
         """The node is dead if ``thread`` is."""

@@ -12,12 +12,25 @@ from server.engine.request import GenerationRequest
 from server.failure import Failure
 from server.node.request_log import RequestEnd
 from server.transfer.checks import Check
-from server.transfer.protocol import RoomRequest, RoutedRequest, Timings
+from server.transfer.protocol import Registration, RoomRequest, RoutedRequest, Timings
 from server.transfer.rooms import RoomKey
 
 MAX_RETRIES = 1
 _QUEUED = ("reserve", "pair", "queued")
 """Phases of a room in which its prompt waits on the prefill node."""
+
+
+@dataclass
+class Announced:
+    """That the prefill node of a routed room knows of it in ``registration``: since ``since``, last reminded at ``at``.
+
+    ``is_paired``: it has said that it has its half of the room.
+    """
+
+    registration: Registration
+    since: float
+    at: float
+    is_paired: bool = False
 
 
 @dataclass(eq=False)
@@ -43,6 +56,7 @@ class DecodeRequest:
     submitted_at: float
     enqueued_at: float
     link: PrefillLink | None = None
+    announced: Announced | None = None
     avoids: tuple[PrefillLink, ...] = ()
     failed_before: Failure | None = None
     placement: Placement | None = None

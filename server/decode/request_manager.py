@@ -7,9 +7,9 @@ its stream -> its memory is released.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
+from collections.abc import Iterable
 
 from server.cache.allocator import ItemState
 from server.decode.admission import check_request, choose_room, tokens_held, wire_request, with_seed
@@ -20,11 +20,11 @@ from server.decode.request import DecodeRequest
 from server.decode.request_queue import RequestQueue
 from server.decode.room import Commit, FailClient, Free, RequestAction
 from server.decode.room_manager import DecodePorts, DecodeRoomManager
-from server.decode.routed_rooms import link_of
+from server.decode.routed_rooms import announce, is_paired, link_of, withdraw
 from server.decode.settings import DecodeSettings
 from server.engine.events import Cancel, ComputeFailed, Event, Finished, Generate, Output, Resume, Scrub, Scrubbed
 from server.engine.generation import NodeGeneration
-from server.engine.request import FinishReason, GenerationRequest, RouteInfo, TokenOutput
+from server.engine.request import FinishReason, GenerationRequest, RouteInfo
 from server.failure import Failure, RequestFailed, internal_error
 from server.node.context import NodeContext
 from server.transfer.checks import Check
@@ -45,7 +45,7 @@ class RequestManager:
         self.reqs: dict[RoomKey, DecodeRequest] = {}
         self.by_room: dict[int, DecodeRequest] = {}
         """By room id, the latest attempt at it."""
-        self.queue = RequestQueue(context.metrics, self._forget, settings.deadlines, context.clock)
+        self.queue = RequestQueue(settings.deadlines.admission_s, context.clock)
         self.quarantine = Quarantine()
         self.rooms = DecodeRoomManager(
             settings,
@@ -63,6 +63,7 @@ class RequestManager:
         self._incarnation = incarnation
         self._is_local = settings.prefill is None
         """Prompts are computed here, without any peer or room."""
+        self._local_route = RouteInfo("local", None, draft_state=settings.draft_state)
         self._allocator = context.allocator
         self._submit_command = context.submit_command
         self._metrics = context.metrics
@@ -83,11 +84,6 @@ class RequestManager:
         )
         self.rooms.start()
 
-    @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """What the requests cannot live without."""
-        return self.rooms.peers.tasks
-
     async def close(self) -> None:
         """Closes every connection and transport session; the requests should have been given up before."""
         await self.rooms.close()
@@ -95,7 +91,7 @@ class RequestManager:
     def drain(self, failure: Failure) -> None:
         """Refuses every request that is still to come or has no room yet; the others go on."""
         self._refusing = failure
-        self.queue.fail((req, failure) for req in self.queue)
+        self._fail_waiting((req, failure) for req in self.queue)
 
     def refuse_all(self, failure: Failure) -> None:
         """Gives up every request, and every request that is still to come."""
@@ -153,6 +149,7 @@ class RequestManager:
         req = DecodeRequest(self._new_key(room_id), request, wire, generation, now, now, link=link)
         self._enter(req)
         self.queue.put(req)
+        self._announce(req)
         self._context.faults.entered("waiting")
         if link is not None:
             self._context.faults.entered("pair")
@@ -186,7 +183,7 @@ class RequestManager:
         for req in self.queue if self._refusing is None else ():
             if req not in self.queue:
                 continue  # it ended while one before it began
-            if not self.queue.may_have_memory(req):
+            if req.request.routed is not None and not is_paired(req):
                 continue  # its prefill node has not its half yet, and may never have it
             link = self._link_for(req)
             if link is None and not self._is_local:
@@ -194,9 +191,11 @@ class RequestManager:
             placement = self._allocator.reserve(req.key, tokens_held(req.request, self._settings.spec_tokens))
             if placement is None:
                 return
-            self.queue.take(req)
+            self.queue.remove(req)
+            self.queue.is_moving()
             self._context.arena.owners.stamp(placement, req.key.owner)
             req.placement, req.link, req.opened_at = placement, link, self._clock()
+            self._metrics.phase("admission", req.opened_at - req.enqueued_at)
             try:
                 if link is not None:
                     self.rooms.open(req)
@@ -214,6 +213,25 @@ class RequestManager:
             return req.link if req.link.registered else None
         return self.rooms.peers.pick(req.avoids)
 
+    def _announce(self, *reqs: DecodeRequest) -> None:
+        """Announces routed rooms to their prefill nodes, and ends those that can come to nothing."""
+        pair_s, now = self._settings.deadlines.pair_s, self._clock()
+        failures = [(req, announce(req, pair_s, now)) for req in reqs]
+        self._fail_waiting((req, failure) for req, failure in failures if failure is not None)
+
+    def _fail_waiting(self, failures: Iterable[tuple[DecodeRequest, Failure]]) -> None:
+        """Ends requests that wait, each with its reason."""
+        for req, failure in failures:
+            req.generation.fail(RequestFailed(failure))
+            self._metrics.room_ended("failed", failure.code)
+            self._drop(req, failure.reason)
+
+    def _drop(self, req: DecodeRequest, reason: str) -> None:
+        """A request ends before it had memory; its client knows already."""
+        self.queue.remove(req)
+        withdraw(req, reason)
+        self._forget(req)
+
     def _abort(self, room: int) -> None:
         if (req := self.by_room.get(room)) is not None:
             self._give_up(req, Failure("aborted", "the client aborted the request"))
@@ -222,7 +240,7 @@ class RequestManager:
         """Ends a request wherever it is: in the queue, in its room, or in the engine."""
         if req in self.queue:
             self._end_generation(req, failure)
-            self.queue.drop(req, failure.reason)
+            self._drop(req, failure.reason)
         elif req.room is not None and req.room.active:
             self.rooms.step(req, GivenUp(failure))
         elif not req.generation.ended:
@@ -292,15 +310,20 @@ class RequestManager:
 
     def _on_waiting(self, key: RoomKey, failure: Failure | None) -> bool:
         """The prefill node has its half of a room that waits here, or has ended it. False if no such room waits."""
+        req = self.queue.find(key)
+        if req is None or (failure is None and req.announced is None):
+            return False
         if failure is not None:
-            return self.queue.refuse(key, failure)
-        is_waiting = self.queue.request_arrived(key)
-        self.admit()
-        return is_waiting
+            req.announced = None
+            self._fail_waiting([(req, failure)])
+        elif req.announced is not None:
+            req.announced.is_paired = True
+            self.admit()
+        return True
 
     def _on_peers_changed(self) -> None:
-        self.queue.fail_hopeless(self.rooms.peers)
-        self.queue.announce()
+        self._fail_waiting(self.queue.without_peer(self.rooms.peers))
+        self._announce(*self.queue)
         self.admit()
 
     # --- engine -------------------------------------------------------------------------------------------------------
@@ -324,27 +347,21 @@ class RequestManager:
     def _to_client(self, req: DecodeRequest, event: Event) -> None:
         match event:
             case Output():
-                req.generation.set_route(self._local_route())
+                req.generation.set_route(self._local_route)
                 if not req.n_generated:
                     self._context.faults.entered("decode")
                     req.decoding_at = self._clock() if req.decoding_at is None else req.decoding_at
-                self._count_step(req, event.output)
+                if self._draft_metrics is not None:
+                    self._draft_metrics.step(event.output, req.n_generated)
+                req.n_generated += len(event.output.token_ids)
                 req.generation.put(event.output)
             case Finished():
-                req.generation.set_route(self._local_route())
+                req.generation.set_route(self._local_route)
                 req.generation.finish(event.reason)
             case ComputeFailed():
                 req.generation.fail(RequestFailed(event.failure))
             case _:
                 pass
-
-    def _local_route(self) -> RouteInfo:
-        return RouteInfo("local", None, draft_state=self._settings.draft_state)
-
-    def _count_step(self, req: DecodeRequest, output: TokenOutput) -> None:
-        if self._draft_metrics is not None:
-            self._draft_metrics.step(output, req.n_generated)
-        req.n_generated += len(output.token_ids)
 
     def _release(self, req: DecodeRequest) -> None:
         if req.placement is not None:
@@ -360,7 +377,8 @@ class RequestManager:
     def tick(self) -> None:
         if not self._is_local:
             self.rooms.tick()
-            self.queue.fail_hopeless(self.rooms.peers)
-        self.queue.tick()
+            self._fail_waiting(self.queue.without_peer(self.rooms.peers))
+        self._announce(*self.queue)
+        self._fail_waiting(self.queue.overdue())
         self.admit()
         self.quarantine.warn(self._clock())

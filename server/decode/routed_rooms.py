@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from server.decode.prefill_link import PrefillLink
-from server.decode.request import DecodeRequest
+from server.decode.request import Announced, DecodeRequest
 from server.engine.request import RoutedRoom
 from server.failure import Failure, RequestFailed
 from server.transfer.addresses import split_address
-from server.transfer.protocol import Abort, Registration, Waiting, clip, room_ids
-from server.transfer.rooms import RoomKey
+from server.transfer.protocol import Abort, Waiting, clip, room_ids
 
 REPEAT_S = 1.0
 """A sign of life of every waiting room this often."""
@@ -49,80 +47,41 @@ def _normal(address: str) -> tuple[str, int]:
     return host, port
 
 
-@dataclass
-class _Announced:
-    """A room of which the prefill node knows in ``registration``: since ``since``, last reminded at ``at``.
+def announce(req: DecodeRequest, pair_s: float, now: float) -> Failure | None:
+    """Says ``Waiting`` where it is due. Returns why the room can come to nothing, if it is so.
 
-    ``is_paired``: it has said that it has its half of the room.
+    One that stays without its other half for ``pair_s`` ends.
     """
-
-    registration: Registration
-    since: float
-    at: float
-    is_paired: bool = False
-
-
-class RoutedRooms:
-    """Announces the rooms that wait here to their prefill nodes.
-
-    Seconds by ``clock``; one that stays without its other half for ``pair_s`` ends.
-    """
-
-    def __init__(self, pair_s: float, clock: Callable[[], float]) -> None:
-        self._pair_s = pair_s
-        self._clock = clock
-        self._announced: dict[RoomKey, _Announced] = {}
-
-    def tick(self, queue: Iterable[DecodeRequest]) -> list[tuple[DecodeRequest, Failure]]:
-        """Says ``Waiting`` where it is due. Returns the rooms that can come to nothing, with the reason."""
-        now, hopeless = self._clock(), []
-        for req in queue:
-            if req.link is not None and req.request.routed is not None:
-                failure = self._announce(req.key, req.link, now)
-                if failure is not None:
-                    hopeless.append((req, failure))
-        return hopeless
-
-    def _announce(self, key: RoomKey, link: PrefillLink, now: float) -> Failure | None:
-        known, registration = self._announced.get(key), link.registration
-        if registration is None:
-            is_lost = not link.coming_back
-            return Failure("no_prefill", f"prefill {link.address}: {link.reason}") if is_lost else None
-        if known is not None and known.registration.prefill != registration.prefill:
-            return Failure("peer_lost", f"prefill {link.address} has restarted")
-        if known is None or known.registration != registration:
-            known = self._announced[key] = _Announced(registration, now, float("-inf"))
-        waited_s = now - known.since
-        if not known.is_paired and waited_s > self._pair_s:
-            reason = f"phase pair: no request for room {key.room} was reported by prefill {link.address} for "
-            reason += f"{waited_s:.1f} s (deadline {self._pair_s:g} s)"
-            return Failure("deadline", reason)
-        if now - known.at >= REPEAT_S:
-            known.at = now
-            link.send(Waiting(**room_ids(registration, key.room, key.epoch)))
+    link, known = req.link, req.announced
+    if link is None or req.request.routed is None:
         return None
+    registration = link.registration
+    if registration is None:
+        return None if link.coming_back else Failure("no_prefill", f"prefill {link.address}: {link.reason}")
+    if known is not None and known.registration.prefill != registration.prefill:
+        return Failure("peer_lost", f"prefill {link.address} has restarted")
+    if known is None or known.registration != registration:
+        known = req.announced = Announced(registration, now, float("-inf"))
+    waited_s = now - known.since
+    if not known.is_paired and waited_s > pair_s:
+        reason = f"phase pair: no request for room {req.key.room} was reported by prefill {link.address} for "
+        return Failure("deadline", f"{reason}{waited_s:.1f} s (deadline {pair_s:g} s)")
+    if now - known.at >= REPEAT_S:
+        known.at = now
+        link.send(Waiting(**room_ids(registration, req.key.room, req.key.epoch)))
+    return None
 
-    def request_arrived(self, key: RoomKey) -> bool:
-        """The prefill node has its half of the room; False if that does not wait here."""
-        known = self._announced.get(key)
-        if known is not None:
-            known.is_paired = True
-        return known is not None
 
-    def is_paired(self, req: DecodeRequest) -> bool:
-        """Whether the prefill node has said so, in the registration that is valid now."""
-        known = self._announced.get(req.key)
-        if known is None or req.link is None:
-            return False
-        return known.is_paired and known.registration == req.link.registration
+def is_paired(req: DecodeRequest) -> bool:
+    """Whether the prefill node has said that it has its half, in the registration that is valid now."""
+    known = req.announced
+    if known is None or req.link is None:
+        return False
+    return known.is_paired and known.registration == req.link.registration
 
-    def opened(self, key: RoomKey) -> None:
-        """The room waits no longer: a ``Reserve`` follows, or the prefill node said itself that it is over."""
-        self._announced.pop(key, None)
 
-    def given_up(self, req: DecodeRequest, reason: str) -> None:
-        """The room is over before it had memory."""
-        known = self._announced.pop(req.key, None)
-        if known is not None and req.link is not None and req.link.registration == known.registration:
-            ids = room_ids(known.registration, req.key.room, req.key.epoch)
-            req.link.send(Abort(**ids, reason=clip(reason)))
+def withdraw(req: DecodeRequest, reason: str) -> None:
+    """The room is over before it had memory."""
+    known, link = req.announced, req.link
+    if known is not None and link is not None and link.registration == known.registration:
+        link.send(Abort(**room_ids(known.registration, req.key.room, req.key.epoch), reason=clip(reason)))
