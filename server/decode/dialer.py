@@ -103,11 +103,9 @@ class ZmqDialer:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """What the connection cannot live without."""
         return self._tasks
 
     def open(self) -> None:
-        """Connects with a fresh socket; closes the one before."""
         self.close()
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 200)
@@ -131,7 +129,6 @@ class ZmqDialer:
         socket.connect(f"tcp://{self.address}")
 
     def close(self) -> None:
-        """Drops the connection; what was sent last may still go out."""
         for task in self._tasks:
             task.cancel()
         self._tasks = []
@@ -142,7 +139,6 @@ class ZmqDialer:
             self.socket = None
 
     async def end(self) -> None:
-        """Closes for good."""
         tasks = [*self._tasks, *([self._look] if self._look else [])]
         if self._look is not None:
             self._look.cancel()
@@ -151,12 +147,11 @@ class ZmqDialer:
         self._context.term()
 
     def send(self, frame: bytes) -> None:
-        """Queues a frame; it is lost if there is no connection."""
         if self.socket is not None:
             post(self.socket, [frame])
 
     def look(self) -> None:
-        """Finds out in the background why there is no connection, at most once a second."""
+        """At most once a second."""
         is_looking = self._look is not None and not self._look.done()
         if not is_looking and self._clock() - self._looked >= _LOOK_AGAIN_S:
             self._looked = self._clock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -58,15 +58,15 @@ class Prober:
         """Probes under way."""
         return len(self._waiting)
 
-    async def ready(self, links: Callable[[], list[PrefillLink]]) -> tuple[bool, str]:
-        """Whether every registered one of ``links()`` passes, and there is one; why not, or over which transport.
+    async def ready(self, links: Sequence[PrefillLink]) -> tuple[bool, str]:
+        """Whether every registered one of ``links`` passes, and there is one; why not, or over which transport.
 
         Concurrent calls share one probe.
         """
         async with self._lock:
-            registered = [link for link in links() if link.registered]
+            registered = [link for link in links if link.registered]
             if not registered:
-                return False, "; ".join(link.reason for link in links())
+                return False, "; ".join(link.reason for link in links)
             errors = await asyncio.gather(*(self._fresh(link) for link in registered))
             words = [
                 f"prefill {link.address}: {error or f'probe transfer ok over {link.transport}'}"

@@ -82,7 +82,7 @@ class RequestManager:
             peers=lambda: self.rooms.peers.n_registered,
             quarantine_s=lambda: self.quarantine.oldest_s(self._clock()),
         )
-        self.rooms.start()
+        self.rooms.peers.start()
 
     async def close(self) -> None:
         """Closes every connection and transport session; the requests should have been given up before."""
@@ -111,7 +111,7 @@ class RequestManager:
             self._check_serving()
         except RequestFailed as failure:
             return False, failure.failure.reason
-        return (True, "local prefill") if self._is_local else await self.rooms.ready()
+        return (True, "local prefill") if self._is_local else await self.rooms.peers.ready()
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class RequestManager:
             if self._is_local:
                 message = "this node computes prompts itself (--local-prefill): it has no rooms with a prefill node"
                 raise RequestFailed(Failure("wrong_role", message))
-            link = link_of(self.rooms.links, request.routed)
+            link = link_of(self.rooms.peers.links, request.routed)
         check_request(
             request,
             max_context=self._settings.max_context,

@@ -1,6 +1,6 @@
-"""The decode node's rooms and peers: everything between ``Reserve`` and commit.
+"""The decode node's rooms: everything between ``Reserve`` and commit.
 
-Feeds the room state machines (:mod:`.room`), checks what arrived, and fences lost peers. Memory and clients are the
+Feeds the room state machines (:mod:`.room`) and checks what arrived. Memory and clients are the
 :class:`~.request_manager.RequestManager`'s.
 
 A node leaves its event loop through three ports, :class:`DecodePorts`; all its waits are measured by the context's
@@ -10,17 +10,14 @@ A node leaves its event loop through three ports, :class:`DecodePorts`; all its 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 
-from server.decode.dialer import MakeDialer, ZmqDialer
+from server.decode.dialer import MakeDialer
 from server.decode.peer_pool import PeerPool
 from server.decode.prefill_link import LinkEvent, PeerRegistered, PrefillLink
-from server.decode.probe import Prober
 from server.decode.request import DecodeRequest
 from server.decode.room import (
     Commit,
@@ -39,24 +36,19 @@ from server.decode.room import (
     Verify,
 )
 from server.decode.settings import DecodeSettings
-from server.decode.transport_sessions import TransportSessions
 from server.decode.verify import Evidence, verify
 from server.failure import Failure, FailureKind, internal_error
-from server.faults.messages import Outbox
 from server.faults.rows import RowDamage
 from server.faults.spec import STATE, skipped_checks
 from server.node.context import NodeContext
 from server.threads import Threads
 from server.transfer.checks import Check
-from server.transfer.engines.base import TransferEngine
-from server.transfer.manifest import Manifest, TransportIdentity, build_manifest
 from server.transfer.protocol import (
     Abort,
     Committed,
     Done,
     Failed,
     PeerMessage,
-    ProbeDone,
     Progress,
     Quiesced,
     RequestArrived,
@@ -90,7 +82,7 @@ class DecodePorts:
 
 
 class DecodeRoomManager:
-    """All peers and all rooms that are not committed yet. Without prefill nodes in the settings there are none.
+    """All rooms that are not committed yet, and the ``peers`` that they are with.
 
     ``on_action`` does what a room wants done with its request's memory and client. ``on_broken``: something failed here
     after the room was over or committed. ``on_waiting`` gets the prefill node's word on a room that has no memory yet:
@@ -110,16 +102,12 @@ class DecodeRoomManager:
         on_waiting: Callable[[RoomKey, Failure | None], bool],
         on_peers_changed: Callable[[], None],
     ) -> None:
-        self._settings = settings
         self._deadlines = settings.deadlines
-        self._identity = context.identity
         self._arena = context.arena
         self._clock = context.clock
         self._metrics = context.metrics
         self._faults = context.faults
         self._damage = RowDamage(context.arena)
-        self._incarnation = incarnation
-        self._components = tuple(name for name in context.arena.layout.names if name not in settings.own_components)
         self._on_action = on_action
         self._on_broken = on_broken
         self._on_waiting = on_waiting
@@ -129,76 +117,37 @@ class DecodeRoomManager:
         self._checks: set[asyncio.Task[None]] = set()
         self._verifiers = Threads("verify", _VERIFIERS)
         self._verify = ports.verify or self._verify_in_thread
-        self.prober = Prober(context.arena, settings.deadlines, context.clock)
-        self.sessions = TransportSessions(context.make_transport, context.arena, ports.transport_threads)
-        make_dialer = ports.make_dialer or partial(
-            ZmqDialer, guard=settings.guard, deadlines=settings.deadlines, clock=context.clock
+        self.peers = PeerPool(
+            settings,
+            context,
+            incarnation,
+            make_dialer=ports.make_dialer,
+            transport_threads=ports.transport_threads,
+            on_event=self.on_link_event,
+            outstanding=lambda link: len(self._rooms_of(link)),
         )
-        outbox, numbers = Outbox(context.faults), itertools.count(1)
-        self.links = [
-            PrefillLink(
-                address,
-                context,
-                settings.deadlines,
-                make_dialer=make_dialer,
-                sessions=self.sessions,
-                make_manifest=self._manifest,
-                on_event=self.on_link_event,
-                outbox=outbox,
-                numbers=numbers,
-            )
-            for address in settings.prefill or ()
-        ]
-        self.peers = PeerPool(self.links, self._outstanding, context.clock)
-
-    def start(self) -> None:
-        for link in self.links:
-            link.start()
 
     async def close(self) -> None:
         """Ends the connections and the transport sessions; rooms should have been given up before."""
-        for link in self.links:
-            await link.close()
+        await self.peers.close()
         await asyncio.gather(*self._checks, return_exceptions=True)
-        await self.sessions.close()
+        await self.peers.sessions.close()
         self._verifiers.close()
-
-    async def ready(self) -> tuple[bool, str]:
-        """Whether a probe write of every registered peer really arrives, and there is one; else why not."""
-        return await self.prober.ready(lambda: self.links)
 
     def tick(self) -> None:
         for req in list(self._reqs.values()):
             self.step(req, Tick())
 
-    # --- peers --------------------------------------------------------------------------------------------------------
-
-    def _outstanding(self, link: PrefillLink) -> int:
-        return len(self._rooms_of(link))
+    # --- messages -----------------------------------------------------------------------------------------------------
 
     def _rooms_of(self, link: PrefillLink) -> list[DecodeRequest]:
         return [req for req in self._reqs.values() if req.link is link]
 
-    def _manifest(self, engine: TransferEngine) -> Manifest:
-        return build_manifest(
-            "decode",
-            self._incarnation,
-            self._identity,
-            TransportIdentity.of(engine),
-            self._arena.layout,
-            self._arena.ptr,
-            spec_tokens=self._settings.spec_tokens,
-            components=self._components,
-            session=engine.session,
-        )
-
     def on_link_event(self, link: PrefillLink, event: LinkEvent) -> None:
         match event:
             case PeerRegistered():
-                self.peers.is_new(link)
                 self._on_peers_changed()
             case PeerLost():
-                self.prober.on_lost(link, event.failure)
                 for req in self._rooms_of(link):
                     self.step(req, event)
                 self._on_peers_changed()
@@ -210,8 +159,6 @@ class DecodeRoomManager:
 
     def on_message(self, link: PrefillLink, message: PeerMessage) -> None:
         match message:
-            case ProbeDone():
-                self.prober.on_done(message)
             case RequestArrived():
                 self._on_request_arrived(link, message)
             case Reserved() | Progress() | Done() | Failed() | Quiesced():
@@ -255,7 +202,7 @@ class DecodeRoomManager:
             **room_ids(registration, req.key.room, req.key.epoch),
             slot=placement.slot,
             pages=placement.pages[:n_prompt_pages],
-            components=self._components,
+            components=self.peers.components,
             request=req.wire,
             silence_s=min(deadlines.queued_s, deadlines.prefill_s, deadlines.transfer_s),
         )
@@ -316,7 +263,7 @@ class DecodeRoomManager:
         try:
             if req.placement is None:
                 raise RuntimeError("the room has no memory")
-            evidence = Evidence(self._arena, req.placement, self._components, req.key, req.request, done)
+            evidence = Evidence(self._arena, req.placement, self.peers.components, req.key, req.request, done)
             if self._faults.is_on:
                 await self._strike(req, evidence)
             proof = await self._verify(evidence, req.skipped)

@@ -225,7 +225,7 @@ async def test_an_exception_at_the_commit_never_frees_memory_that_the_engine_dec
 ) -> None:
     p = await pair.prefill()
     d = await pair.decode(p)
-    for owner, name in ((d.node.rooms.links[0], "send"), (d.parts.metrics, "room_ended")):
+    for owner, name in ((d.node.rooms.peers.links[0], "send"), (d.parts.metrics, "room_ended")):
         real = getattr(owner, name)
         with monkeypatch.context() as patched:
 
@@ -297,7 +297,7 @@ async def test_a_decode_node_that_disappears_leaves_the_prefill_node_clean(pair:
     for i in range(3):
         d.node.submit(request(100, seed=i))
     await until(lambda: p.counts()["slots"]["reserved"] == 3)
-    for link in d.node.rooms.links:
+    for link in d.node.rooms.peers.links:
         await link.close()
     await until(lambda: not p.node._manager.targets, FAST.peer_s + 1.0)
     p.engine.gate.set()
@@ -366,7 +366,7 @@ async def test_a_control_connection_that_breaks_and_comes_back_loses_no_room(pai
     p.engine.gate.clear()
     generation = d.node.submit(request(300))
     await until(lambda: next(iter(d.node.requests.reqs.values())).room.phase == "prefill")
-    link = d.node.rooms.links[0]
+    link = d.node.rooms.peers.links[0]
     link.dialer.socket.disconnect(f"tcp://{link.address}")
     await asyncio.sleep(0.3)
     link.dialer.socket.connect(f"tcp://{link.address}")

@@ -99,7 +99,7 @@ async def test_a_node_ends_although_a_transport_session_cannot_be_closed(
 ) -> None:
     stuck, other = await pair.prefill(), await pair.prefill()
     d = await pair.decode(stuck, other)
-    first, second = d.node.rooms.sessions.engines.values()
+    first, second = d.node.rooms.peers.sessions.engines.values()
 
     def in_use() -> None:
         raise TransferError("another thread is using its engine")
@@ -151,7 +151,7 @@ def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnde
 
 @vital("peer 127.0.0.1")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    patch.setattr(d.node.rooms.links[0].dialer, "send", raise_bug)
+    patch.setattr(d.node.rooms.peers.links[0].dialer, "send", raise_bug)
     return d
 
 
@@ -273,7 +273,7 @@ async def test_peers_that_register_and_die_leave_nothing(pair: Pair) -> None:
     survivor = await pair.decode(p)
     for _ in range(3):
         d = await pair.decode(p)
-        for link in d.node.rooms.links:
+        for link in d.node.rooms.peers.links:
             await link.close()  # as a killed process: it says nothing any more
         pair.started.remove(d)
         d.engine.gate.set()

@@ -106,7 +106,7 @@ async def test_writes_are_refused_once_the_arena_is_unregistered_and_the_room_sa
     p = await pair.prefill()
     d = await pair.decode(p)
     address = f"127.0.0.1:{p.node.bootstrap_port}"
-    d.node.rooms.sessions.engines[address].unregister(d.arena.ptr)
+    d.node.rooms.peers.sessions.engines[address].unregister(d.arena.ptr)
     with pytest.raises(RequestFailed, match="refused") as caught:
         await answer(d.node, request(100))
     assert caught.value.code == "transfer_failed"

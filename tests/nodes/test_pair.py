@@ -222,8 +222,8 @@ async def test_ready_means_that_a_write_of_the_peer_really_landed(pair: Pair) ->
     ready, reason = await p.node.ready()
     assert ready
     assert "ok over loopback/memory" in reason
-    d.node.rooms.prober.fresh_s = 0.0
-    d.node.rooms.sessions.engines[address].unregister(d.arena.ptr)
+    d.node.rooms.peers.prober.fresh_s = 0.0
+    d.node.rooms.peers.sessions.engines[address].unregister(d.arena.ptr)
     for node in (d.node, p.node):
         ready, reason = await node.ready()
         assert not ready
@@ -234,9 +234,9 @@ async def test_a_decode_node_is_ready_only_if_every_registered_peer_can_write(pa
     good, bad = await pair.prefill(), await pair.prefill()
     d = await pair.decode(good, bad)
     assert (await d.node.ready())[0]
-    d.node.rooms.prober.fresh_s = 0.0
+    d.node.rooms.peers.prober.fresh_s = 0.0
     address = f"127.0.0.1:{bad.node.bootstrap_port}"
-    d.node.rooms.sessions.engines[address].unregister(d.arena.ptr)
+    d.node.rooms.peers.sessions.engines[address].unregister(d.arena.ptr)
     ready, reason = await d.node.ready()
     assert not ready
     assert f"prefill 127.0.0.1:{good.node.bootstrap_port}: probe transfer ok" in reason
@@ -257,7 +257,7 @@ async def test_more_peers_than_probe_lanes_are_all_probed(pair: Pair) -> None:
 async def test_a_probe_that_comes_twice_takes_one_lane(pair: Pair) -> None:
     p = await pair.prefill()
     d = await pair.decode(p, faults=("duplicate-message:Probe",))
-    d.node.rooms.prober.fresh_s = 0.0
+    d.node.rooms.peers.prober.fresh_s = 0.0
     for _ in range(6):
         ready, reason = await d.node.ready()
         assert ready, reason

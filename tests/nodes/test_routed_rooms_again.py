@@ -113,7 +113,7 @@ async def test_a_waiting_room_outlives_the_registration_that_it_was_told_in(pair
     await until(
         lambda: n_unpaired(p) == 1 if at_p is None else p.node._manager.routed_rooms._halves[7].waiting is not None
     )
-    (link,) = d.node.rooms.links
+    (link,) = d.node.rooms.peers.links
     link.lose(Failure("fenced", "simulated"))
     await until(lambda: [peer["registration"] for peer in p.node.server_info()["peers"]] == [2])
     at_p = at_p or p.node.submit(asked)
