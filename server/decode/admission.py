@@ -19,7 +19,7 @@ from server.transfer.protocol import MAX_ROOM, RoomRequest, RoutedRequest, Sampl
 def check_request(
     request: GenerationRequest, *, max_context: int, vocab_size: int, spec_tokens: int, allocator: Allocator
 ) -> None:
-    """Refuses what can never be served. Raises :class:`RequestFailed` (400) with the numbers that do not fit."""
+    """Refuses what can never be served. Raises :class:`RequestFailed` with the numbers that do not fit."""
     n, max_new = len(request.prompt_ids), request.sampling.max_tokens
     if n == 0:
         raise RequestFailed(Failure("empty_prompt", "the prompt is empty: it needs at least one token"))
@@ -46,7 +46,7 @@ def check_request(
 def choose_room(request: GenerationRequest, room: int | None, taken: Container[int]) -> int:
     """The room's id: the one that the request names, else ``room``, else one that is drawn.
 
-    Raises :class:`RequestFailed`: 400 for one that is none, 409 for one of ``taken``.
+    Raises :class:`RequestFailed` for one that is none, and for one of ``taken``.
     """
     if request.routed is not None:
         room = request.routed.room
@@ -62,7 +62,7 @@ def choose_room(request: GenerationRequest, room: int | None, taken: Container[i
 def wire_request(request: GenerationRequest) -> RoomRequest | RoutedRequest:
     """The request as a prefill node gets it: without the prompt if a router sends it that.
 
-    Raises :class:`RequestFailed` (400) for a sampling parameter that the wire refuses.
+    Raises :class:`RequestFailed` for a sampling parameter that the wire refuses.
     """
     try:
         sampling = msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(request.sampling)), type=Sampling)

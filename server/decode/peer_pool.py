@@ -22,7 +22,7 @@ from server.transfer.protocol import ProbeDone
 from server.transfer.rooms import PeerLost
 
 UNWILLING_S = 1.0
-"""A prefill node that refused a room with 503 (it is full, or ends) is taken last for this time."""
+"""A prefill node that refused a room because it is full, or ends, is taken last for this time."""
 
 
 class PeerPool:

@@ -157,7 +157,7 @@ class RequestManager:
         return generation
 
     def _check_serving(self) -> None:
-        """Raises :class:`RequestFailed` (503) with the reason if no request can be served now."""
+        """Raises :class:`RequestFailed` with the reason if no request can be served now."""
         if self._refusing is not None:
             raise RequestFailed(self._refusing)
         if not self._is_local and not self.rooms.peers.has_any():

@@ -25,7 +25,6 @@ from server.transfer.protocol import (
     RemotePhase,
     Reserve,
     Reserved,
-    RoomIds,
     Writes,
     clip,
     ids_of,
@@ -46,13 +45,8 @@ class DecodePhase(enum.StrEnum):
     OVER = "over"
 
 
-_REMOTE = (
-    DecodePhase.RESERVE,
-    DecodePhase.QUEUED,
-    DecodePhase.PREFILL,
-    DecodePhase.TRANSFER,
-)
-_FOLLOWS = {phase: i for i, phase in enumerate(_REMOTE)}
+_REMOTE = (DecodePhase.RESERVE, DecodePhase.QUEUED, DecodePhase.PREFILL, DecodePhase.TRANSFER)
+"""Where the prefill node has the next word, in their order."""
 _PHASE_OF = {
     RemotePhase.QUEUED: DecodePhase.QUEUED,
     RemotePhase.PREFILL: DecodePhase.PREFILL,
@@ -141,7 +135,7 @@ class DecodeRoom:
         self.phase = DecodePhase.RESERVE
         self.failure: Failure | None = None
         self.phase_s: dict[str, float] = {}
-        self._reserve = reserve
+        self._reserve, self._ids = reserve, ids_of(reserve)
         self._deadlines = deadlines
         self._entered, self._alive = now, now
         self._resend = Resend(deadlines.resend_s, deadlines.resend_cap_s, now)
@@ -191,7 +185,7 @@ class DecodeRoom:
     def _on_sign_of_life(self, phase: DecodePhase, now: float) -> list[DecodeAction]:
         if self.phase in _REMOTE:
             self._alive = now
-            if _FOLLOWS[phase] > _FOLLOWS[self.phase]:
+            if _REMOTE.index(phase) > _REMOTE.index(self.phase):
                 self._enter(phase, now)
         return []
 
@@ -207,10 +201,10 @@ class DecodeRoom:
         if self.phase is not DecodePhase.VERIFY or self._done is None:
             return self._free_if_safe()
         if isinstance(proof, Failure):
-            rejected = Rejected(**self._ids(), component=proof.component, reason=clip(proof.reason))
+            rejected = Rejected(**self._ids, component=proof.component, reason=clip(proof.reason))
             return [Send(rejected), *self._end(proof, now)]
         self._enter(DecodePhase.COMMITTED, now)
-        return [Commit(self._done, proof), Send(Committed(**self._ids())), Forget("committed", "")]
+        return [Commit(self._done, proof), Send(Committed(**self._ids)), Forget("committed", "")]
 
     def _on_failed(self, failed: Failed, now: float) -> list[DecodeAction]:
         actions: list[DecodeAction] = []
@@ -277,7 +271,4 @@ class DecodeRoom:
 
     def _abort(self) -> Send:
         reason = self.failure.reason if self.failure is not None else ""
-        return Send(Abort(**self._ids(), reason=clip(reason)))
-
-    def _ids(self) -> RoomIds:
-        return ids_of(self._reserve)
+        return Send(Abort(**self._ids, reason=clip(reason)))

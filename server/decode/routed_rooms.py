@@ -25,7 +25,7 @@ _LOCALHOST = "localhost"
 def link_of(links: Sequence[PrefillLink], routed: RoutedRoom) -> PrefillLink:
     """The connection to the prefill node that a router chose.
 
-    Raises :class:`RequestFailed` (503) if it is none of ``links``, or not registered, so that the router tries another.
+    Raises :class:`RequestFailed` if it is none of ``links``, or not registered, so that the router tries another.
     """
     wanted = _normal(routed.address)
     for link in links:

@@ -239,7 +239,7 @@ async def test_an_exception_at_the_commit_never_frees_memory_that_the_engine_dec
                 await answer(d.node, request(40, max_tokens=400))
         await assert_works_again(p, d)
         assert d.engine.wrong_bytes == []
-        assert d.engine._answers == {}, "nothing decodes there any more"
+        assert d.engine.n_decoding == 0, "nothing decodes there any more"
 
 
 async def test_a_peer_that_falls_silent_fails_its_rooms_within_the_deadline_and_serves_again(pair: Pair) -> None:
