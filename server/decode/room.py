@@ -131,7 +131,7 @@ class DecodeRoom:
     """
 
     def __init__(self, reserve: Reserve, deadlines: Deadlines, now: float) -> None:
-        self.key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
+        self.key = RoomKey.of(reserve)
         self.phase = DecodePhase.RESERVE
         self.failure: Failure | None = None
         self.phase_s: dict[str, float] = {}

@@ -168,13 +168,13 @@ class DecodeRoomManager:
 
     def _on_request_arrived(self, link: PrefillLink, message: RequestArrived) -> None:
         """A copy may come after the room was opened, or was over."""
-        key = RoomKey(message.room, message.epoch, message.decode)
+        key = RoomKey.of(message)
         if key not in self._reqs and key not in self._committed and not self._on_waiting(key, None):
             self._metrics.dropped("stale")
             link.send(Abort(**ids_of(message), reason=_UNKNOWN))
 
     def _on_room_message(self, link: PrefillLink, message: Reserved | Progress | Done | Failed | Quiesced) -> None:
-        key = RoomKey(message.room, message.epoch, message.decode)
+        key = RoomKey.of(message)
         req = self._reqs.get(key)
         if isinstance(message, Failed) and message.kind is FailureKind.UNAVAILABLE:
             self.peers.is_unwilling(link)

@@ -86,9 +86,9 @@ async def test_an_abort_in_any_phase_leaves_every_count_at_its_start(
 
         monkeypatch.setattr(room_manager, "verify", slow_verify)
     generation = d.node.submit(request(300, seed=5, max_tokens=400))
-    req = next(req for req in d.node.requests.reqs.values() if req.generation is generation)
+    req = next(req for req in d.node.manager.reqs.values() if req.generation is generation)
     if phase == "waiting":
-        assert req in d.node.requests.queue
+        assert req in d.node.manager.queue
     elif phase == "decoding":
         await generation.route()
     else:
@@ -124,8 +124,8 @@ async def test_aborting_a_hundred_rooms_leaks_nothing(pair: Pair) -> None:
     for generation in generations:
         generation.abort()
     await assert_works_again(p, d)
-    assert not d.node.requests.reqs
-    assert not p.node._manager.works
+    assert not d.node.manager.reqs
+    assert not p.node.manager.reqs
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ async def test_an_exception_at_the_commit_never_frees_memory_that_the_engine_dec
 ) -> None:
     p = await pair.prefill()
     d = await pair.decode(p)
-    for owner, name in ((d.node.rooms.peers.links[0], "send"), (d.parts.metrics, "room_ended")):
+    for owner, name in ((d.node.manager.rooms.peers.links[0], "send"), (d.parts.metrics, "room_ended")):
         real = getattr(owner, name)
         with monkeypatch.context() as patched:
 
@@ -248,9 +248,11 @@ async def test_a_peer_that_falls_silent_fails_its_rooms_within_the_deadline_and_
     port = p.node.bootstrap_port
     p.engine.gate.clear()
     generation = d.node.submit(request(300))
-    await until(lambda: next(iter(d.node.requests.reqs.values())).room.phase == "prefill")
+    await until(lambda: next(iter(d.node.manager.reqs.values())).room.phase == "prefill")
     started = time.monotonic()
-    p.node._bootstrap._put = lambda frames: None  # as a frozen process: the connection stands, and says nothing
+    p.node.socket.send = lambda routing_id, message: (
+        None
+    )  # as a frozen process: the connection stands, and says nothing
     with pytest.raises(RequestFailed, match="was silent") as caught:
         await generation.route()
     assert time.monotonic() - started < 5 * FAST.peer_s
@@ -260,7 +262,7 @@ async def test_a_peer_that_falls_silent_fails_its_rooms_within_the_deadline_and_
     assert caught.value.kind == "unavailable"
     await until(lambda: all_free(d), what="the fence makes the memory free")
     p.engine.gate.set()
-    await p.node._bootstrap.close()
+    await p.node.socket.close()
     p2 = await pair.prefill(port=port)
     await until(lambda: d.node.server_info()["peers"][0]["state"] == "registered")
     await assert_works_again(p2, d)
@@ -283,7 +285,7 @@ async def test_a_prefill_node_that_shuts_down_tells_its_rooms_at_once(pair: Pair
     d = await pair.decode(p)
     p.engine.gate.clear()
     generation = d.node.submit(request(300))
-    await until(lambda: next(iter(d.node.requests.reqs.values())).room.phase == "prefill")
+    await until(lambda: next(iter(d.node.manager.reqs.values())).room.phase == "prefill")
     stopping = asyncio.create_task(pair.stop(p))
     with pytest.raises(RequestFailed, match="prefill node is shutting down"):
         await generation.route()
@@ -297,12 +299,12 @@ async def test_a_decode_node_that_disappears_leaves_the_prefill_node_clean(pair:
     for i in range(3):
         d.node.submit(request(100, seed=i))
     await until(lambda: p.counts()["slots"]["reserved"] == 3)
-    for link in d.node.rooms.peers.links:
+    for link in d.node.manager.rooms.peers.links:
         await link.close()
-    await until(lambda: not p.node._manager.targets, FAST.peer_s + 1.0)
+    await until(lambda: not p.node.manager.senders, FAST.peer_s + 1.0)
     p.engine.gate.set()
     await until(lambda: all_free(p))
-    assert not p.node._manager.works
+    assert not p.node.manager.reqs
 
 
 async def test_the_client_hears_of_a_dead_prefill_engine(pair: Pair) -> None:
@@ -346,7 +348,7 @@ async def test_a_done_that_is_sent_again_is_answered_again(pair: Pair, monkeypat
     p = await pair.prefill()
     d = await pair.decode(p)
     answers = 0
-    step = p.node._manager.step
+    step = p.node.manager.step
 
     def lose_the_first_answer(work: object, event: object) -> None:
         nonlocal answers
@@ -354,7 +356,7 @@ async def test_a_done_that_is_sent_again_is_answered_again(pair: Pair, monkeypat
         if not (isinstance(event, Committed) and answers == 1):
             step(work, event)
 
-    monkeypatch.setattr(p.node._manager, "step", lose_the_first_answer)
+    monkeypatch.setattr(p.node.manager, "step", lose_the_first_answer)
     assert await answer(d.node, request(40)) == expected(request(40))
     await until(lambda: answers == 2)
     await assert_works_again(p, d)
@@ -365,8 +367,8 @@ async def test_a_control_connection_that_breaks_and_comes_back_loses_no_room(pai
     d = await pair.decode(p)
     p.engine.gate.clear()
     generation = d.node.submit(request(300))
-    await until(lambda: next(iter(d.node.requests.reqs.values())).room.phase == "prefill")
-    link = d.node.rooms.peers.links[0]
+    await until(lambda: next(iter(d.node.manager.reqs.values())).room.phase == "prefill")
+    link = d.node.manager.rooms.peers.links[0]
     link.dialer.socket.disconnect(f"tcp://{link.address}")
     await asyncio.sleep(0.3)
     link.dialer.socket.connect(f"tcp://{link.address}")

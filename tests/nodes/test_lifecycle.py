@@ -14,6 +14,7 @@ import pytest
 from server.decode.room import DecodeRoom
 from server.failure import RequestFailed
 from server.node.supervisor import Supervisor
+from server.prefill.kv_sender import SendJob
 from server.transfer.engines.base import EngineClosed, TransferError
 from server.transfer.engines.loopback import Fault, LoopbackEngine
 from server.transfer.protocol import Done
@@ -35,6 +36,13 @@ class Bug(BaseException):
 
 def raise_bug(*args: object) -> None:
     raise Bug("simulated")
+
+
+class _Deadly:
+    """A key that ends whoever looks it up."""
+
+    def __hash__(self) -> int:
+        raise Bug("simulated")
 
 
 # --- the end that was asked for ---
@@ -99,7 +107,7 @@ async def test_a_node_ends_although_a_transport_session_cannot_be_closed(
 ) -> None:
     stuck, other = await pair.prefill(), await pair.prefill()
     d = await pair.decode(stuck, other)
-    first, second = d.node.rooms.peers.sessions.engines.values()
+    first, second = d.node.manager.rooms.peers.sessions.engines.values()
 
     def in_use() -> None:
         raise TransferError("another thread is using its engine")
@@ -126,32 +134,32 @@ def vital(words: str) -> Callable[[Callable[..., NodeUnderTest]], Callable[..., 
 
 @vital("decode ticker")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    patch.setattr(d.node.requests, "tick", raise_bug)
+    patch.setattr(d.node.manager, "tick", raise_bug)
     return d
 
 
 @vital("prefill ticker")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    patch.setattr(p.node._manager, "tick", raise_bug)
+    patch.setattr(p.node.manager, "tick", raise_bug)
     return p
 
 
 @vital("bootstrap receive")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    patch.setattr(p.node._bootstrap, "_on_frames", raise_bug)
+    patch.setattr(p.node.bootstrap, "on_frames", raise_bug)
     return p
 
 
 @vital("bootstrap watch")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    (peer,) = p.node._manager.targets
+    (peer,) = p.node.manager.senders
     patch.setattr(peer.heartbeat, "tick", raise_bug)
     return p
 
 
 @vital("peer 127.0.0.1")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    patch.setattr(d.node.rooms.peers.links[0].dialer, "send", raise_bug)
+    patch.setattr(d.node.manager.rooms.peers.links[0].dialer, "send", raise_bug)
     return d
 
 
@@ -163,9 +171,8 @@ def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnde
 
 @vital("sender ")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    (target,) = p.node._manager.targets.values()
-    patch.setattr(target.sender, "_turn", raise_bug)
-    target.sender.cancel("wake up")
+    (sender,) = p.node.manager.senders.values()
+    sender.send(SendJob(_Deadly(), 0, (), 0.0))
     return p
 
 
@@ -194,7 +201,7 @@ async def test_a_node_that_dies_tells_its_clients_why(pair: Pair, monkeypatch: p
     d = await pair.decode(p)
     p.engine.gate.clear()
     generation = d.node.submit(request(300))
-    monkeypatch.setattr(d.node.requests, "tick", raise_bug)
+    monkeypatch.setattr(d.node.manager, "tick", raise_bug)
     await until(lambda: not d.node.alive()[0])
     await d.node.stop()
     with pytest.raises(RequestFailed, match="decode ticker") as caught:
@@ -229,8 +236,8 @@ def test_the_first_death_is_the_reason_and_an_orderly_end_is_none() -> None:
         "the decode node's allocator.commit",
         "server.engine.generation.NodeGeneration.put",
         "server.decode.room.DecodeRoom.handle",
-        "server.prefill.reception.read_request",
-        "server.prefill.reception.Reception._check",
+        "server.prefill.room_manager.read_request",
+        "server.prefill.room_memory.RoomMemory.refuses",
         "server.prefill.room_memory.Outgoing",
         "server.prefill.request.CopyPlan.full_pages",
         "server.prefill.request.CopyPlan.tail",
@@ -263,8 +270,8 @@ async def test_an_exception_anywhere_in_a_room_fails_that_room_only(
     tokens += [token async for output in bystander for token in output.token_ids]
     assert tokens == expected(request(600, seed=1))
     await assert_works_again(p, d)
-    assert not d.node.requests.reqs
-    await until(lambda: not p.node._manager.works)
+    assert not d.node.manager.reqs
+    await until(lambda: not p.node.manager.reqs)
     assert p.node.alive() == d.node.alive() == (True, "")
 
 
@@ -273,12 +280,12 @@ async def test_peers_that_register_and_die_leave_nothing(pair: Pair) -> None:
     survivor = await pair.decode(p)
     for _ in range(3):
         d = await pair.decode(p)
-        for link in d.node.rooms.peers.links:
+        for link in d.node.manager.rooms.peers.links:
             await link.close()  # as a killed process: it says nothing any more
         pair.started.remove(d)
         d.engine.gate.set()
         await d.node.stop()
-    await until(lambda: len(p.node._manager.targets) == 1, FAST.peer_s + 2.0)
+    await until(lambda: len(p.node.manager.senders) == 1, FAST.peer_s + 2.0)
     assert await answer(survivor.node, request(270)) == expected(request(270))
     await until(lambda: all_free(p) and all_free(survivor))
     senders = [thread for thread in threading.enumerate() if thread.name.startswith("sender ")]
@@ -299,7 +306,7 @@ async def test_memory_in_quarantine_is_told_with_its_age_and_its_cause(pair: Pai
     d = await pair.decode(p, deadlines=replace(FAST, quiesce_s=20.0))
     assert d.node.server_info()["quarantine"] == []
     generation = d.node.submit(request(300))
-    (req,) = d.node.requests.reqs.values()
+    (req,) = d.node.manager.reqs.values()
     await until(lambda: req.room is not None and req.room.phase == "transfer")
     generation.abort()
     await until(lambda: d.counts()["slots"]["quarantined"] == 1)

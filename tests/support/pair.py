@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import queue
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +28,6 @@ from server.engine.tokenizer import Tokenizer
 from server.faults.spec import FaultSet
 from server.model.network import DeepseekV4
 from server.model.state import state_components
-from server.node.build import EngineInbox
 from server.node.context import NodeContext
 from server.prefill.node import PrefillNode, PrefillSettings
 from server.transfer.engines.base import TransferEngine
@@ -35,6 +35,7 @@ from server.transfer.engines.mooncake import MooncakeEngine
 from server.transfer.manifest import ModelIdentity
 from server.transfer.metrics import NodeMetrics
 from server.transfer.rooms import Deadlines
+from tests.support.waiting import until
 
 SAME = ModelIdentity("model", "tokenizer", "float32")
 Specs = tuple[ComponentSpec, ...]
@@ -83,7 +84,7 @@ class TestNode:
         self.commands: list[Command] = []
         self.events: list[Event] = []
         self.before_command: Callable[[Command], None] = lambda command: None
-        self.inbox = EngineInbox()
+        self._to_engine: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._runner, self._tokenizer = ModelRunner(model, self.arena), tokenizer
         self.max_context = min(model.config.max_position_embeddings, self.allocator.capacity_tokens)
 
@@ -112,17 +113,17 @@ class TestNode:
             self._runner,
             self._tokenizer,
             record,
+            commands=self._to_engine,
             chunk_tokens=self.side.chunk_tokens,
             spec_tokens=spec_tokens,
             cold_draft=self.side.cold_draft,
         )
-        self.inbox.attach(self.engine)
         self.engine.start()
 
     def _submit(self, command: Command) -> None:
         self.commands.append(command)
         self.before_command(command)
-        self.inbox.submit(command)
+        self._to_engine.put(command)
 
     @property
     def free(self) -> tuple[int, int]:
@@ -163,9 +164,7 @@ class Pair:
 
     async def settled(self, timeout_s: float = 20.0) -> None:
         """Waits until every slot and page of both nodes is free again."""
-        async with asyncio.timeout(timeout_s):
-            while not (self.p.all_free and self.d.all_free):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: self.p.all_free and self.d.all_free, timeout_s, "every slot and page is free")
 
 
 async def answer(node: DecodeNode, request: GenerationRequest) -> tuple[list[TokenOutput], RouteInfo]:
@@ -251,9 +250,8 @@ async def running_pair(
 
 async def registered(decode: DecodeNode, timeout_s: float = 20.0) -> None:
     """Waits until a decode node has a peer (or has been refused by one)."""
-    async with asyncio.timeout(timeout_s):
-        while not any(peer["state"] in ("registered", "refused") for peer in peers_of(decode)):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    known = ("registered", "refused")
+    await until(lambda: any(peer["state"] in known for peer in peers_of(decode)), timeout_s, "a peer is known")
 
 
 def peers_of(decode: DecodeNode) -> list[dict[str, Any]]:

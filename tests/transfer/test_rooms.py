@@ -18,8 +18,7 @@ from server.decode.room import (
 )
 from server.engine.request import TokenLogprob
 from server.failure import Failure, FailureKind
-from server.prefill.room import PrefillPhase, PrefillRoom, failed_message
-from server.prefill.room_events import (
+from server.prefill.room import (
     Admitted,
     Advanced,
     BatchEnded,
@@ -29,12 +28,15 @@ from server.prefill.room_events import (
     Cleaned,
     Computed,
     EngineIdle,
+    PrefillPhase,
+    PrefillRoom,
     Pushed,
     PushPages,
     PushTail,
     QueueMoved,
     Release,
     SenderGone,
+    failed_message,
 )
 from server.transfer.plan import Rows
 from server.transfer.protocol import (
