@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from server.api.errors import InvalidRequest
 from server.api.lanes import Lane, LaneLimits
 from server.api.schemas import Prompt
-from server.engine.request import EncodingJob, TokenizerLike
+from server.engine.request import TokenizerLike
+from server.engine.tokenizer_process import EncodingJob
 from server.failure import RequestFailed
 
 log = logging.getLogger(__name__)

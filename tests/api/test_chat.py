@@ -8,6 +8,7 @@ import pytest
 from server.engine.tokenizer import Tokenizer
 from tests.api.fakes import FakeBackend
 from tests.api.test_completions import ANSWER, events
+from tests.support.chat import chat_ids
 
 HELLO = [{"role": "user", "content": "How many?"}]
 CHAT = "/v1/chat/completions"
@@ -23,14 +24,14 @@ async def test_answers_a_conversation(client: httpx.AsyncClient, backend: FakeBa
     [choice] = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": ANSWER, "refusal": None}
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
-    assert list(backend.requests[0].prompt_ids) == tokenizer.apply_chat_template(HELLO)
+    assert list(backend.requests[0].prompt_ids) == chat_ids(tokenizer, HELLO)
     assert body["usage"]["prompt_tokens"] == len(backend.requests[0].prompt_ids)
 
 
 async def test_content_may_be_text_parts(client: httpx.AsyncClient, backend: FakeBackend, tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "How"}, {"type": "text", "text": "many?"}]
     await chat(client, messages=[{"role": "user", "content": parts}])
-    expected = tokenizer.apply_chat_template([{"role": "user", "content": "How\nmany?"}])
+    expected = chat_ids(tokenizer, [{"role": "user", "content": "How\nmany?"}])
     assert list(backend.requests[0].prompt_ids) == expected
 
 
@@ -56,7 +57,7 @@ async def test_template_kwargs(client: httpx.AsyncClient, backend: FakeBackend, 
     await chat(client, chat_template_kwargs={"thinking": True})
     assert tokenizer.decode(list(backend.requests[0].prompt_ids)).endswith("think")
     await chat(client, add_generation_prompt=False)
-    assert list(backend.requests[1].prompt_ids) == tokenizer.apply_chat_template(HELLO, add_generation_prompt=False)
+    assert list(backend.requests[1].prompt_ids) == chat_ids(tokenizer, HELLO, add_generation_prompt=False)
 
 
 async def test_both_names_of_max_tokens(client: httpx.AsyncClient, backend: FakeBackend) -> None:

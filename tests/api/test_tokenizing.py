@@ -22,14 +22,14 @@ from prometheus_client import CollectorRegistry
 from server.api import create_app, tokenizing
 from server.api.lanes import LaneLimits
 from server.api.tokenizing import INLINE_CHARS, THREAD_CHARS
-from server.engine.request import EncodingJob
 from server.engine.tokenizer import Tokenizer
-from server.engine.tokenizer_process import TokenizerProcess
+from server.engine.tokenizer_process import EncodingJob, TokenizerProcess
 from tests.api.byte_bpe import write_tokenizer_dir
 from tests.api.fakes import FakeBackend
 from tests.api.test_chat import CHAT, HELLO
 from tests.api.test_completions import complete
 from tests.api.test_errors import error_of
+from tests.support.chat import chat_ids
 
 WITHIN_S = 60.0
 SHORT, MIDDLE, LONG = "How many?", "Tom has 12 " * 1000, "Tom has 12 " * 8000
@@ -134,7 +134,7 @@ async def test_ids_are_the_same_in_every_lane(
     chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
     assert (await client.post(CHAT, json=chat)).status_code == 200
     assert backend.requests[0].prompt_ids == tuple(tokenizer.encode(text))
-    assert backend.requests[1].prompt_ids == tuple(tokenizer.apply_chat_template(chat["messages"]))  # type: ignore[arg-type]
+    assert backend.requests[1].prompt_ids == tuple(chat_ids(tokenizer, chat["messages"]))  # type: ignore[arg-type]
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(

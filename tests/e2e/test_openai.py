@@ -15,6 +15,7 @@ from cluster import Pair
 
 from server.engine.tokenizer import Tokenizer
 from server.model.network import DeepseekV4
+from tests.support.chat import chat_ids
 from tests.support.pair import Side, a_request, answer, running_decode
 from tests.support.processes import process_pair
 
@@ -86,7 +87,7 @@ def test_a_chat_whole_and_streamed(client: openai.OpenAI, tokenizer: Tokenizer) 
     asked: Any = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 12}
     whole = client.chat.completions.create(**asked)
     assert whole.usage is not None
-    assert whole.usage.prompt_tokens == len(tokenizer.apply_chat_template(MESSAGES))
+    assert whole.usage.prompt_tokens == len(chat_ids(tokenizer, MESSAGES))
     streamed = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert "".join(c.choices[0].delta.content or "" for c in streamed if c.choices) == whole.choices[0].message.content
     assert streamed[-1].usage == whole.usage

@@ -128,7 +128,7 @@ _RENAMES = (
 
 def official_tensors(model: DeepseekV4ForCausalLM) -> dict[str, torch.Tensor]:
     """The weights of a transformers model under the official checkpoint's keys."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         for pattern, replacement in _RENAMES:
             name = re.sub(pattern, replacement, name)
@@ -178,7 +178,7 @@ def save_official(path: Path, tensors: dict[str, torch.Tensor], shards: int = 1)
     if shards == 1:
         save_file(tensors, path / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i in range(shards):
         part = {name: tensors[name] for name in sorted(tensors)[i::shards]}
         file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
