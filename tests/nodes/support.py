@@ -7,7 +7,6 @@ import functools
 import hashlib
 import queue
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -57,6 +56,7 @@ from server.transfer.manifest import ModelIdentity
 from server.transfer.metrics import NodeMetrics
 from server.transfer.protocol import AnyMessage, PeerMessage
 from server.transfer.rooms import Deadlines
+from tests.support.waiting import until
 from tests.transfer.support import IDENTITY, WINDOW, make_geometry
 
 EOS = 0
@@ -389,15 +389,6 @@ def deaf_to(p: NodeUnderTest, kinds: type | UnionType, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(p.node.manager, "on_message", on_message)
     return ignored
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "") -> float:
-    """Waits for a condition; the seconds it took."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < timeout_s, f"still not so after {timeout_s} s: {what}"
-        await asyncio.sleep(0.01)
-    return time.monotonic() - started
 
 
 def request(n: int, seed: int = 0, **sampling: Any) -> GenerationRequest:
