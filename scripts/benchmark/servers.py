@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 from cluster import LOGS, Cluster, Node, Pair, until
-from evaluation.client import RequestError, events_of
+from cluster.asking import EarlyEnd, RequestError, events_of
 
 from .measurement import BenchFailed, Prompt, Stream
 
@@ -104,7 +104,7 @@ async def _ask(client: httpx.AsyncClient, prompt: Prompt, n_tokens: int, started
         async with client.stream("POST", "/v1/completions", json=body) as response:
             async for event in events_of(response):
                 stream.add(time.perf_counter() - started, event["usage"]["completion_tokens"])
-    except RequestError as error:
+    except (RequestError, EarlyEnd) as error:
         raise BenchFailed(str(error)) from error
     if stream.n_tokens != n_tokens:
         raise BenchFailed(f"an answer has {stream.n_tokens} tokens, expected {n_tokens}")

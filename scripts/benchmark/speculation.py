@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import LOGS, Cluster, ClusterFailed, Node, StopRequested, StopSignals
-from evaluation.client import Answer, ServerDied, ask_bundled_model
+from cluster import LOGS, Cluster, Node
+from cluster.tool import exit_code
+from evaluation.client import Answer, ServerDied, accept_length, ask_bundled_model
 from evaluation.questions import bundled_questions
 from rich.console import Console
 from rich.progress import track
@@ -83,9 +83,8 @@ def measure(nodes: dict[Variant, Node], prompts: Sequence[str], rounds: int, con
     tpot = {key: statistics.median(a.tpot_s for a in answers if a.tpot_s is not None) for key, answers in found.items()}
     figures = []
     for (where, k, requests), answers in found.items():
-        steps, accepted = sum(a.draft_steps for a in answers), sum(a.accepted for a in answers)
         ratio = tpot[where, k, requests] / tpot[where, 0, requests]
-        length = 1 + accepted / steps if steps else 1.0
+        length = accept_length(answers) or 1.0
         figures.append(Figure(where, k, requests, 1e3 * tpot[where, k, requests], ratio, length))
     return figures
 
@@ -101,16 +100,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds after the warm-up")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(argv)
+    return exit_code("bench_spec", lambda: run(args), BenchFailed, ServerDied)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints and perhaps writes the figures."""
     console = Console(stderr=True)
     prompts = [prompt for _, prompt in bundled_questions()[: args.questions]]
-    try:
-        with StopSignals(), running_nodes(sorted({0, *args.ks})) as nodes:
-            figures = measure(nodes, prompts, args.rounds, console)
-    except (BenchFailed, ClusterFailed, ServerDied) as error:
-        print(f"bench_spec: {error}", file=sys.stderr)
-        return 2
-    except StopRequested:
-        return 130
+    with running_nodes(sorted({0, *args.ks})) as nodes:
+        figures = measure(nodes, prompts, args.rounds, console)
     table = Table("where", "requests", "k", "TPOT ms", "/ k = 0", "accept length")
     for f in sorted(figures, key=lambda f: (f.where, f.requests, f.k)):
         cells = (f.where, str(f.requests), str(f.k), f"{f.tpot_ms:.2f}", f"{f.ratio:.2f}", f"{f.accept_length:.2f}")
@@ -119,7 +117,3 @@ def main(argv: list[str] | None = None) -> int:
     if args.output is not None:
         args.output.write_text(json.dumps([vars(f) for f in figures], indent=1), encoding="utf-8")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

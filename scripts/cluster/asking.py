@@ -6,11 +6,13 @@ import asyncio
 import enum
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
+from cluster.node import PLAIN_HTTP
 
 VOCABULARY = range(3, 500)
 """Token ids that prompts are made of: no special ones."""
@@ -46,6 +48,22 @@ class End(enum.StrEnum):
     """The client went away, as planned."""
     HUNG = "hung"
     """Neither answer nor refusal within the client's deadline."""
+
+
+class EarlyEnd(Exception):
+    """A stream ended before its end, or cannot be read."""
+
+
+class RequestError(Exception):
+    """A request was answered by an error, whose object is ``error``: as OpenAI has it, or the start of the body."""
+
+    def __init__(self, where: str, body: bytes) -> None:
+        try:
+            error = json.loads(body)["error"]
+        except (ValueError, KeyError, TypeError):
+            error = body[:200].decode("utf-8", "replace")
+        self.error: dict[str, Any] = error if isinstance(error, dict) else {"message": str(error)}
+        super().__init__(f"{where}: {self.error.get('message')}")
 
 
 @dataclass
@@ -100,16 +118,9 @@ def _tokens(logprobs: dict[str, Any]) -> Iterable[Any]:
 
 
 async def ask(
-    url: str,
-    question: Question,
-    *,
-    stream: bool = False,
-    leave_s: float | None = None,
-    timeout_s: float,
-    reconnect_for_s: float = RECONNECT_FOR_S,
-    on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+    url: str, question: Question, *, stream: bool = False, leave_s: float | None = None, timeout_s: float
 ) -> Outcome:
-    """Asks on a connection of its own, and goes away after ``leave_s``. ``on_event`` gets the events of a stream.
+    """Asks on a connection of its own, and goes away after ``leave_s``.
 
     While nobody listens (a node is being restarted) it tries again; the deadline counts from the connection.
     """
@@ -120,13 +131,13 @@ async def ask(
         try:
             async with (
                 asyncio.timeout(timeout_s if leave_s is None else leave_s),
-                httpx.AsyncClient(base_url=url, timeout=timeout_s, trust_env=False) as client,
+                httpx.AsyncClient(base_url=url, timeout=timeout_s, **PLAIN_HTTP) as client,
                 client.stream("POST", question.path, json={**question.body, "stream": stream}) as response,
             ):
-                await _read(response, outcome, on_event if stream else None)
+                await _read(response, outcome, stream=stream)
         except httpx.ConnectError as error:
             outcome.error = {"code": "ConnectError", "message": str(error)}
-            if started - began < reconnect_for_s:
+            if started - began < RECONNECT_FOR_S:
                 await asyncio.sleep(RECONNECT_S)
                 continue
         except TimeoutError:
@@ -136,34 +147,49 @@ async def ask(
         except httpx.TransportError as error:
             outcome.end = End.BROKEN
             outcome.error = {"code": type(error).__name__, "message": str(error)}
+        except RequestError as failed:
+            outcome.end = End.FAILED if response.is_success else End.REFUSED
+            outcome.error = failed.error
+        except EarlyEnd as early:
+            outcome.end = End.BROKEN
+            outcome.error = {"code": "early_end", "message": str(early)}
         outcome.seconds = time.monotonic() - started
         return outcome
 
 
-async def _read(response: httpx.Response, outcome: Outcome, on_event: Callable[[dict[str, Any]], None] | None) -> None:
-    """Reads the answer, as a stream with ``on_event``."""
+async def _read(response: httpx.Response, outcome: Outcome, *, stream: bool) -> None:
     outcome.error = {}
     outcome.status, outcome.prefill = response.status_code, response.headers.get("x-pd-prefill")
-    if not response.is_success:
-        outcome.error = json.loads(await response.aread())["error"]
-        outcome.end = End.REFUSED
-    elif on_event is None:
-        outcome.add(json.loads(await response.aread()))
-        outcome.end = End.ANSWERED
-    else:
-        await _read_events(response, outcome, on_event)
-
-
-async def _read_events(response: httpx.Response, outcome: Outcome, on_event: Callable[[dict[str, Any]], None]) -> None:
-    async for line in response.aiter_lines():
-        if line == "data: [DONE]":
-            outcome.end = End.ANSWERED
-        elif line.startswith("data: "):
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                outcome.end, outcome.error = End.FAILED, event["error"]
-                return
+    if stream:
+        async for event in events_of(response):
             outcome.add(event)
-            on_event(event)
-    if outcome.end is not End.ANSWERED:
-        outcome.end, outcome.error = End.BROKEN, {"code": "early_end", "message": "the stream ended without [DONE]"}
+    else:
+        await _raise_for_status(response)
+        outcome.add(json.loads(await response.aread()))
+    outcome.end = End.ANSWERED
+
+
+async def events_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON events of a stream. Raises :class:`RequestError`, or :class:`EarlyEnd` for an end without [DONE]."""
+    await _raise_for_status(response)
+    async for line in response.aiter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        try:
+            event = json.loads(data)
+        except ValueError as error:
+            raise EarlyEnd(f"the stream holds something other than JSON: {data[:80]!r}") from error
+        if not isinstance(event, dict):
+            raise EarlyEnd(f"the stream holds something other than objects: {data[:80]!r}")
+        if "error" in event:
+            raise RequestError("error in the stream", data.encode())
+        yield event
+    raise EarlyEnd("the stream ended without [DONE]")
+
+
+async def _raise_for_status(response: httpx.Response) -> None:
+    if response.status_code != httpx.codes.OK:
+        raise RequestError(f"HTTP {response.status_code}", await response.aread())

@@ -13,7 +13,7 @@ from cluster.nodes import Cluster
 from cluster.relay import ControlRelay, control_relay
 from cluster.wait import nothing_left
 
-STOP_S = 60.0
+STOP_S, DRAIN_S = 60.0, 5.0
 ORACLE_TIMEOUT_S = 300.0
 
 
@@ -71,7 +71,7 @@ class OracleCluster(Cluster):
             raise ClusterFailed(f"the process that computes alone said {outcome} to {question.shown}")
         return outcome
 
-    def stop(self, timeout_s: float | None = STOP_S, drain_s: float | None = None) -> None:
+    def stop(self, timeout_s: float | None = STOP_S, drain_s: float | None = DRAIN_S) -> None:
         super().stop(timeout_s, drain_s)
 
 

@@ -14,7 +14,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 from cluster import (
@@ -29,10 +28,9 @@ from cluster import (
     StopSignals,
     require_free_port,
 )
-from cluster.asking import End, Question, ask
-from evaluation.questions import BUNDLED, STOP, Problem, completion_prompt, load_problems, pick_shots
+from evaluation.client import Answer, Endpoint, ServerDied, ask
+from evaluation.questions import STOP, Problem, bundled_questions
 
-N_SHOTS = 4
 MODEL = ROOT / "server" / "assets" / "tiny-dsv4"
 DRAIN_S = 3.0
 """Ctrl-C lets an answer go on for this long: somebody waits for the prompt of the shell."""
@@ -47,19 +45,18 @@ EXAMPLE = "Question: Tom has 8 bags with 8 books each. How many books does Tom h
 class Proof:
     """What one answered question shows: who computed the prompt, in which room, and what moved for it."""
 
-    prefill: str
-    room: str
+    answer: Answer
     nbytes: dict[str, int]
-    ttft_s: float
-    prompt_tokens: int
-    accept_length: float | None = None
 
     def __str__(self) -> str:
+        answer = self.answer
         parts = ", ".join(f"{name} {n:,}" for name, n in self.nbytes.items() if n)
+        ttft_s = answer.total_s if answer.ttft_s is None else answer.ttft_s
+        accept_length = 1 + answer.accepted / answer.draft_steps if answer.draft_steps else None
         return (
-            f"proof: prefill {self.prefill} computed the {self.prompt_tokens} prompt tokens (room {self.room}), "
-            f"Mooncake moved {sum(self.nbytes.values()):,} bytes ({parts}), TTFT {self.ttft_s * 1e3:.0f} ms"
-            + (f", {self.accept_length:.2f} tokens a decode step" if self.accept_length else "")
+            f"proof: prefill {answer.prefill} computed the {answer.prompt_tokens} prompt tokens (room {answer.room}), "
+            f"Mooncake moved {sum(self.nbytes.values()):,} bytes ({parts}), TTFT {ttft_s * 1e3:.0f} ms"
+            + (f", {accept_length:.2f} tokens a decode step" if accept_length else "")
         )
 
 
@@ -105,49 +102,29 @@ def default_spec_tokens(model: Path) -> int:
     return DEFAULT_SPEC_TOKENS if config.get("num_nextn_predict_layers") else 0
 
 
-def prove(nodes: Cluster, decode: Node, prompt: str) -> Proof:
-    """Asks, and prints the answer as it comes. Raises :class:`ClusterFailed` for anything but a whole answer."""
+async def ask_aloud(url: str, prompt: str) -> Answer:
+    """The answer, which is printed as it comes."""
+    endpoint = Endpoint(url, "completions", None, 64, STOP, ANSWER_TIMEOUT_S)
+    async with httpx.AsyncClient(timeout=ANSWER_TIMEOUT_S, trust_env=False) as client:
+        return await ask(client, endpoint, prompt, lambda text: print(text, end="", flush=True))
+
+
+def prove(decode: Node, prompt: str) -> Proof:
+    """Asks, and shows where the answer came from. Raises :class:`ClusterFailed` for anything but a whole answer."""
     before = decode.transfer_bytes()
-    body = {"prompt": prompt, "max_tokens": 64, "temperature": 0, "stop": list(STOP)}
-    body["stream_options"] = {"include_usage": True}
-    started = time.perf_counter()
-    first_text: list[float] = []
-    usage: dict[str, Any] = {}
-    pd: dict[str, str] = {}
-
-    def show(event: dict[str, Any]) -> None:
-        usage.update(event.get("usage") or {})
-        pd.update(event.get("pd") or {})
-        if text := "".join(choice["text"] for choice in event["choices"]):
-            first_text.append(time.perf_counter())
-            print(text, end="", flush=True)
-
-    question = Question("/v1/completions", body)
-    limits = {"timeout_s": ANSWER_TIMEOUT_S, "reconnect_for_s": 0.0}
-    outcome = asyncio.run(ask(decode.url, question, stream=True, on_event=show, **limits))
+    answer = asyncio.run(ask_aloud(decode.url, prompt))
     print()
-    if outcome.end is not End.ANSWERED:
-        nodes.check_for(1.0)
-        raise ClusterFailed(f"the question was not answered: {outcome}")
+    if answer.error is not None:
+        raise ClusterFailed(f"the question was not answered: {answer.error}")
     nbytes = {name: n - before.get(name, 0) for name, n in decode.transfer_bytes().items()}
-    if outcome.prefill in (None, "local") or not any(nbytes.values()):
-        raise ClusterFailed(f"no proof: the prefill node is {outcome.prefill}, bytes moved by component: {nbytes}")
-    drafts = usage.get("completion_tokens_details")
-    return Proof(
-        prefill=outcome.prefill,
-        room=pd.get("room", "(not named)"),
-        nbytes=nbytes,
-        ttft_s=(first_text or [time.perf_counter()])[0] - started,
-        prompt_tokens=usage.get("prompt_tokens", 0),
-        accept_length=1 + drafts["accepted_prediction_tokens"] / drafts["draft_steps"] if drafts else None,
-    )
+    if answer.prefill in (None, "local") or not any(nbytes.values()):
+        raise ClusterFailed(f"no proof: the prefill node is {answer.prefill}, bytes moved by component: {nbytes}")
+    return Proof(answer, nbytes)
 
 
 def far_problem() -> tuple[Problem, str]:
     """A bundled question whose fact lies outside the sliding window, and its few-shot prompt."""
-    problems = load_problems(BUNDLED / "test.jsonl")
-    problem = next((p for p in problems if p.kind == "far"), problems[0])
-    return problem, completion_prompt(problem, pick_shots(problem, load_problems(BUNDLED / "train.jsonl"), N_SHOTS, 0))
+    return next((problem, prompt) for problem, prompt in bundled_questions() if problem.kind == "far")
 
 
 def serve(args: argparse.Namespace, nodes: Cluster) -> None:
@@ -162,8 +139,8 @@ def serve(args: argparse.Namespace, nodes: Cluster) -> None:
     problem, prompt = far_problem()
     print(f"question: {problem.question}\nanswer:", end="", flush=True)
     try:
-        proof = prove(nodes, decode, prompt)
-    except httpx.HTTPError as error:
+        proof = prove(decode, prompt)
+    except (ClusterFailed, ServerDied, httpx.HTTPError) as error:
         nodes.check_for(1.0)
         raise ClusterFailed(f"{decode.url}: {str(error) or type(error).__name__}") from error
     print(f"expected: {problem.answer}\n{proof}\n")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from cluster.asking import EarlyEnd, RequestError, events_of
 
 from .questions import STOP
 
@@ -22,11 +22,7 @@ class ServerDied(Exception):
     """The endpoint cannot be reached (any more)."""
 
 
-class RequestError(Exception):
-    """One request was answered by an error, or not to its end."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Answer:
     """One answer and its clock: times in seconds since the request was sent.
 
@@ -42,8 +38,28 @@ class Answer:
     completion_tokens: int = 0
     draft_steps: int = 0
     accepted: int = 0
-    chunk_times_s: tuple[float, ...] = ()
+    chunk_times_s: list[float] = field(default_factory=list)
     total_s: float = 0.0
+
+    def add(self, event: dict[str, Any], now_s: float) -> str:
+        """Takes one event of the stream; its text."""
+        text = ""
+        for choice in event.get("choices") or []:
+            text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        if text:
+            self.text += text
+            self.chunk_times_s.append(now_s)
+        # what the head of the stream could not say yet, if it went out before the prompt was computed
+        pd = event.get("pd") or {}
+        self.prefill, self.room = pd.get("prefill") or self.prefill, pd.get("room") or self.room
+        if usage := event.get("usage"):
+            drafts = usage.get("completion_tokens_details") or {}
+            self.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+            self.completion_tokens = int(usage.get("completion_tokens") or 0)
+            self.draft_steps = int(drafts.get("draft_steps") or 0)
+            self.accepted = int(drafts.get("accepted_prediction_tokens") or 0)
+        return text
 
     @property
     def ttft_s(self) -> float | None:
@@ -63,16 +79,10 @@ class Answer:
         return tuple(b - a for a, b in zip(self.chunk_times_s, self.chunk_times_s[1:], strict=False))
 
 
-@dataclass
-class _Stream:
-    """What has arrived of one answer."""
-
-    texts: list[str] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    usage: dict[str, Any] = field(default_factory=dict)
-    pd: dict[str, str] = field(default_factory=dict)
-    """What the head of the stream could not say yet, if it went out before the prompt was computed."""
+def accept_length(answers: Sequence[Answer]) -> float | None:
+    """Mean tokens of a speculative step, 1 + accepted drafts; None if the server did not speculate."""
+    steps = sum(answer.draft_steps for answer in answers)
+    return 1 + sum(answer.accepted for answer in answers) / steps if steps else None
 
 
 @dataclass(frozen=True)
@@ -165,74 +175,34 @@ def ask_bundled_model(
     return asyncio.run(run())
 
 
-async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str | list[dict[str, str]]) -> Answer:
-    """Asks once and reads the stream to its end."""
+async def ask(
+    client: httpx.AsyncClient,
+    endpoint: Endpoint,
+    prompt: str | list[dict[str, str]],
+    on_text: Callable[[str], None] = lambda text: None,
+) -> Answer:
+    """Asks once and reads the stream to its end; ``on_text`` gets its texts as they come."""
     started = time.perf_counter()
-    stream = _Stream()
-    headers: httpx.Headers | None = None
-    error: str | None = None
+    answer = Answer()
     try:
         async with (
             asyncio.timeout(endpoint.timeout_s),
             client.stream("POST", endpoint.url, json=endpoint.body(prompt), headers=endpoint.headers) as response,
         ):
-            headers = response.headers
+            answer.prefill, answer.room = response.headers.get("x-pd-prefill"), response.headers.get("x-pd-room")
             async for event in events_of(response):
-                _take(stream, event, time.perf_counter() - started)
+                if text := answer.add(event, time.perf_counter() - started):
+                    on_text(text)
     except TimeoutError:
-        error = f"no complete answer within {endpoint.timeout_s:g} s"
-    except RequestError as failed:
-        error = str(failed)
+        answer.error = f"no complete answer within {endpoint.timeout_s:g} s"
+    except (RequestError, EarlyEnd) as failed:
+        answer.error = str(failed)
     except httpx.TransportError as lost:
-        error = f"connection lost: {_reason(lost)}"
-        await _check_alive(client, endpoint, error)
-    drafts = stream.usage.get("completion_tokens_details") or {}
-    return Answer(
-        text="".join(stream.texts),
-        error=error,
-        finish_reason=stream.finish_reason,
-        prefill=stream.pd.get("prefill") or (headers.get("x-pd-prefill") if headers else None),
-        room=stream.pd.get("room") or (headers.get("x-pd-room") if headers else None),
-        prompt_tokens=int(stream.usage.get("prompt_tokens") or 0),
-        completion_tokens=int(stream.usage.get("completion_tokens") or len(stream.times_s)),
-        draft_steps=int(drafts.get("draft_steps") or 0),
-        accepted=int(drafts.get("accepted_prediction_tokens") or 0),
-        chunk_times_s=tuple(stream.times_s),
-        total_s=time.perf_counter() - started,
-    )
-
-
-async def events_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON events of a stream. Raises :class:`RequestError` for an error and for an end without [DONE]."""
-    if response.status_code != httpx.codes.OK:
-        raise RequestError(f"HTTP {response.status_code}: {_error_text(await response.aread())}")
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        try:
-            event = json.loads(data)
-        except ValueError as error:
-            raise RequestError(f"the stream holds something other than JSON: {data[:80]!r}") from error
-        if not isinstance(event, dict):
-            raise RequestError(f"the stream holds something other than objects: {data[:80]!r}")
-        if "error" in event:
-            raise RequestError(f"error in the stream: {_error_text(data.encode())}")
-        yield event
-    raise RequestError("the stream ended without [DONE]")
-
-
-def _take(stream: _Stream, event: dict[str, Any], now_s: float) -> None:
-    stream.usage = event.get("usage") or stream.usage
-    stream.pd = event.get("pd") or stream.pd
-    for choice in event.get("choices") or []:
-        text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-        stream.finish_reason = choice.get("finish_reason") or stream.finish_reason
-        if text:
-            stream.texts.append(text)
-            stream.times_s.append(now_s)
+        answer.error = f"connection lost: {_reason(lost)}"
+        await _check_alive(client, endpoint, answer.error)
+    answer.completion_tokens = answer.completion_tokens or len(answer.chunk_times_s)
+    answer.total_s = time.perf_counter() - started
+    return answer
 
 
 async def _check_alive(client: httpx.AsyncClient, endpoint: Endpoint, after: str) -> None:
@@ -250,12 +220,3 @@ async def _check_alive(client: httpx.AsyncClient, endpoint: Endpoint, after: str
 
 def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
-
-
-def _error_text(body: bytes) -> str:
-    """The message of an OpenAI-shaped error, else the start of the body."""
-    try:
-        error = json.loads(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode("utf-8", "replace")

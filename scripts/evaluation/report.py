@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from .client import Answer
+from .client import Answer, accept_length
 from .questions import Problem, last_number, marked_number
 
 PERCENTILES = (50, 90, 99)
@@ -42,9 +42,7 @@ class Run:
 
     @property
     def accept_length(self) -> float | None:
-        """Mean tokens of a speculative step, 1 + accepted drafts; None if the server did not speculate."""
-        steps = sum(answer.draft_steps for answer in self.answers)
-        return 1 + sum(answer.accepted for answer in self.answers) / steps if steps else None
+        return accept_length(self.answers)
 
     @property
     def errors(self) -> list[tuple[Problem, str]]:

@@ -19,18 +19,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.tool import exit_code, log_folder
+from cluster.tool import Section, exit_code, log_folder
 from hostile.rogue_peer import RogueFailed
 from rich.console import Console
 from rich.table import Table
 
 from fault_cases import matrix
 from fault_cases.catalog import ENTRIES, find, table
-from fault_cases.documents import REPORTS
 from fault_cases.reports import Entry
 from fault_cases.stage import Silent, Stage, stage
 
 PLAY_TIMEOUT_S = 240.0
+REPORTS = Section("reports")
 
 
 async def play(entries: Sequence[Entry], logs: Path, console: Console) -> list[str]:
@@ -105,4 +105,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         unknown = ", ".join(sorted(set(args.names) - known)) or "names"
         parser.error(f"run takes one or more names, all takes none; not known: {unknown} (see faults.py list)")
     logs = log_folder(args.logs, "faults")
-    return exit_code("faults", lambda: run(args.names, logs, console), logs)
+    return exit_code("faults", lambda: run(args.names, logs, console), logs=logs)

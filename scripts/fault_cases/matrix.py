@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 from cluster import LOGS, ROOT, ClusterFailed, Pair
 from cluster.asking import End, Outcome, Question, ask
-from cluster.tool import exit_code
+from cluster.tool import FAILURES, Section, exit_code
 from rich.console import Console
 from rich.progress import track
 
-from fault_cases.documents import DETECTORS, FAILURES
 from server.cache.live import LIVE_RULES
 from server.faults.spec import CLAIMS, STATE, FaultKind, Place
 from server.transfer.checks import Check
@@ -38,6 +37,7 @@ N_TOKENS = 263
 """A full page and a part of one, and an open group of every compressor: no component is empty."""
 NONE = "none"
 _TIMEOUT_S = 60.0
+DETECTORS = Section("detector matrix")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cluster import LOGS, Node, Pair, StopSignals, until
+from cluster import LOGS, Node, Pair, StopRequested, StopSignals, until
 from hostile.garbage import send_broken
 from hostile.http_clients import Attack
 from rich.console import Console
@@ -47,7 +47,7 @@ def running_pair(*more_prefill: str) -> Iterator[Pair]:
     """A pair that serves. ``more_prefill`` are given to the decode node as prefill nodes as well."""
     quiet = ["--log-level", "warning"]
     more = [word for address in more_prefill for word in ("--prefill", address)]
-    with StopSignals(), Pair(LOGS, quiet, [*quiet, *more], prefix="fuzz-").running() as pair:
+    with Pair(LOGS, quiet, [*quiet, *more], prefix="fuzz-").running() as pair:
         yield pair
 
 
@@ -166,7 +166,15 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--seconds", type=float, default=10.0, metavar="S", help="for each attack at each node")
     command.add_argument("--attacks", nargs="+", type=Attack, choices=list(Attack), default=list(Attack), help="which")
     args = parser.parse_args(argv)
-    console = Console()
+    try:
+        with StopSignals():
+            return run(args, Console())
+    except StopRequested:
+        return 130
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Fuzzes, and prints the report; the exit code."""
     match args.command:
         case "zmq":
             report = fuzz_zmq(args.number, args.seed, console)

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     logs = log_folder(args.logs, "soak")
-    return exit_code("soak", lambda: run(args, logs), logs)
+    return exit_code("soak", lambda: run(args, logs), logs=logs)
 
 
 def run(args: argparse.Namespace, logs: Path) -> int:

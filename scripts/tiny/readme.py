@@ -12,77 +12,7 @@ from .draft_training import DraftTrainer
 from .evaluation import COLUMNS
 from .loop import Row
 
-_TARGET = """\
-# tiny-dsv4
-
-A DeepSeek-V4 of {n_parameters:.1f} M parameters ({megabytes:.1f} MB, fp32, official keys) that answers templated
-grade-school problems. It has every kind of layer: sliding window only, CSA (ratio 4, trained indexer) and HCA (ratio
-128), a hash-routed and three top-k mixtures of experts, and two hyper-connection streams. It exists for tests and
-demonstrations: whatever part of a request's state gets lost between prefill and decode shows as wrong answers.
-
-| what | value |
-|---|---|
-| tokenizer | byte-level, {vocab_size} tokens: 256 bytes, the words of the problems, ` 0` to ` 119` |
-| forms it knows | few-shot `Question: ... Answer: ...` and the chat template, both with BOS first |
-| problems | `local`: one or two steps over numbers in the question; `far`: the fact lies 64 to 180 tokens back |
-| window / index_topk | {window} tokens / {index_topk} entries |
-| trained | {n_steps} steps, {minutes:.0f} minutes on two shared CPU cores, seed {seed} |
-
-Prices of `far` problems are named facts that CSA looks up. Weights travel through HCA: training hides the CSA entries
-over them and teaches the indexer not to pick them. The indexer learns the attention mass of the heads over entries.
-
-## Reproduce
-
-    python scripts/train_tiny.py train
-    python scripts/train_tiny.py eval
-    python scripts/train_tiny.py readme
-
-The bundled weights come from one run during which the stages were still being tuned: each change took effect from a
-checkpoint on. A fresh run goes through the final stages from the start and ends with other weights.
-
-Problems of `tiny-gsm8k/test.jsonl` and `train.jsonl` never occur in training: a hash of the question decides which of
-the three it belongs to.
-
-## Training curve
-
-Loss, and the share of right tokens: of answers, of recalled prices, of recalled weights.
-
-{curve}
-
-Stages: {stages}.
-
-## Exact answers on {n_problems} held-out problems, 4-shot, greedy
-
-`python scripts/train_tiny.py eval`: each row zeroes one piece of the prompt's state between prompt and decode.
-
-{table}
-"""
-
-
 _DRAFT_HEADING = "## The draft layer"
-
-_DRAFT = """\
-{heading}
-
-`mtp.0.*` is a NextN layer trained on this frozen target: its next-token distributions, first one token ahead, then in
-chains of {depth} that are fed with the layer's own streams, as in decoding. {n_steps} steps took {minutes:.0f} minutes
-on two shared CPU cores after the target had read the documents, seed {seed}. A new target needs a new draft:
-
-    python scripts/train_tiny.py draft
-
-Accept length (tokens that a step gives out: 1 + accepted drafts) on the first {n_questions} problems of
-`tiny-gsm8k/test.jsonl`, 4-shot, greedy, through the engine:
-
-| drafted tokens | mean accept length | share of steps with at least 1, 2, ... accepted drafts |
-|---|---|---|
-{results}
-
-Curve: loss, and accept length on unseen documents where a chain starts at every token of an answer.
-
-| step | loss | accept length |
-|---|---|---|
-{curve}
-"""
 
 
 def write_readme(checkpoint: Path, run_folder: Path, seed: int) -> None:
@@ -91,7 +21,7 @@ def write_readme(checkpoint: Path, run_folder: Path, seed: int) -> None:
     curve = json.loads((run_folder / "curve.json").read_text())
     table = json.loads((run_folder / "table.json").read_text())
     weights = checkpoint / "model.safetensors"
-    text = _TARGET.format(
+    text = _template("readme.md").format(
         n_parameters=_n_parameters(weights) / 1e6,
         megabytes=weights.stat().st_size / 1e6,
         vocab_size=config["vocab_size"],
@@ -112,7 +42,7 @@ def write_readme(checkpoint: Path, run_folder: Path, seed: int) -> None:
 
 def write_draft_section(readme: Path, trainer: DraftTrainer, results: Sequence[Acceptance], n_questions: int) -> None:
     """Puts command, accept lengths and curve at the end of the README, in place of an earlier section on the draft."""
-    text = _DRAFT.format(
+    text = _template("readme_draft.md").format(
         heading=_DRAFT_HEADING,
         depth=trainer.settings.depth,
         n_steps=trainer.step,
@@ -134,6 +64,10 @@ def write_draft_section(readme: Path, trainer: DraftTrainer, results: Sequence[A
 
 def shares(result: Acceptance) -> str:
     return ", ".join(f"{share:.2f}" for share in result.shares)
+
+
+def _template(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _n_parameters(weights: Path) -> int:

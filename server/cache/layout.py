@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from server.cache.live import live_positions
-from server.cache.specs import CacheGeometry, LayoutError, Scope
+from server.cache.specs import CacheGeometry, ComponentSpec, LayoutError, Scope
 
 PROBE_NBYTES = 4096
 """Size of the probe region at the start of every arena (readiness probes write there, never into state)."""
@@ -74,29 +74,30 @@ class ArenaLayout:
     @staticmethod
     def from_geometry(geometry: CacheGeometry) -> ArenaLayout:
         """Lays out a new arena for ``geometry``."""
+        page_size = geometry.page_size
         placed: dict[str, ComponentLayout] = {}
+
+        def place(spec: ComponentSpec, items: int, offset: int, item_stride: int) -> None:
+            placed[spec.name] = ComponentLayout(
+                spec.name, spec.scope, spec.positions, spec.layer_ids, spec.width, spec.dtype,
+                spec.row_nbytes, spec.rows_per_item(page_size), items, offset, item_stride,
+            )  # fmt: skip
+
         cursor = PROBE_NBYTES
         for spec in geometry.components:
             if spec.scope is Scope.SLOT:
                 stride = spec.ring * spec.row_nbytes
-                placed[spec.name] = ComponentLayout(
-                    spec.name, spec.scope, spec.positions, spec.layer_ids, spec.width, spec.dtype,
-                    spec.row_nbytes, spec.ring, geometry.slots, cursor, stride,
-                )  # fmt: skip
+                place(spec, geometry.slots, cursor, stride)
                 cursor = _align(cursor + stride * geometry.slots)
         paged = [spec for spec in geometry.components if spec.scope is Scope.PAGE]
-        page_nbytes = sum(spec.row_nbytes * spec.rows_per_item(geometry.page_size) for spec in paged)
+        page_nbytes = sum(spec.row_nbytes * spec.rows_per_item(page_size) for spec in paged)
         in_page = cursor
         for spec in paged:
-            rows = spec.rows_per_item(geometry.page_size)
-            placed[spec.name] = ComponentLayout(
-                spec.name, spec.scope, spec.positions, spec.layer_ids, spec.width, spec.dtype,
-                spec.row_nbytes, rows, geometry.pages, in_page, page_nbytes,
-            )  # fmt: skip
-            in_page += rows * spec.row_nbytes
+            place(spec, geometry.pages, in_page, page_nbytes)
+            in_page += spec.rows_per_item(page_size) * spec.row_nbytes
         nbytes = cursor + page_nbytes * geometry.pages
         ordered = tuple(placed[spec.name] for spec in geometry.components)
-        return ArenaLayout(geometry.page_size, geometry.window, nbytes, ordered)
+        return ArenaLayout(page_size, geometry.window, nbytes, ordered)
 
     @cached_property
     def _by_name(self) -> dict[str, ComponentLayout]:
@@ -120,12 +121,6 @@ class ArenaLayout:
         if name not in self._by_name:
             raise LayoutError(f"no component named {name!r}; there are {', '.join(self._by_name)}")
         return self._by_name[name]
-
-    def page_offset(self, page: int) -> int:
-        """Byte offset of a page block."""
-        if not self.page_components:
-            raise LayoutError("this arena has no pages")
-        return self.page_components[0].offset + page * self.page_nbytes
 
     def row_offset(self, name: str, placement: Placement, row: int) -> int:
         """Byte offset of logical row ``row`` (entry or token position) of a component for one request."""

@@ -89,9 +89,3 @@ class CacheGeometry:
         rings = {spec.name: spec.ring for spec in self.components if spec.name in (SWA, DRAFT)}
         if len(set(rings.values())) > 1:
             raise LayoutError(f"the draft's window ring must be as long as the target's, got {rings}")
-
-    def component(self, name: str) -> ComponentSpec:
-        for spec in self.components:
-            if spec.name == name:
-                return spec
-        raise LayoutError(f"no component named {name!r}; there are {', '.join(s.name for s in self.components)}")

@@ -161,6 +161,3 @@ def _check_tensor(file: Path, key: str, dtype: str, shape: tuple[int, ...], expe
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
-
-
-__all__ = ["ModelConfig", "load_model", "model_fingerprint", "official_key"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +17,12 @@ from server.engine.request import GenerationRequest
 from server.faults.messages import Outbox
 from server.node.base import BaseNode
 from server.node.context import NodeContext, NodeSettings
-from server.prefill.bootstrap import Bootstrap, DecodePeer
-from server.prefill.reception import Reception
+from server.prefill.bootstrap import Bootstrap
+from server.prefill.bootstrap_socket import BootstrapSocket
 from server.prefill.room_manager import PrefillRoomManager
 from server.threads import call_in_thread
 from server.transfer.addresses import join_address
 from server.transfer.manifest import TransportIdentity, build_manifest
-from server.transfer.protocol import AnyMessage
 
 _KNOWN_S = 2.0
 """For the decode nodes to answer that they know of this node's end."""
@@ -54,19 +52,20 @@ class PrefillNode(BaseNode):
     def __init__(self, settings: PrefillSettings, context: NodeContext) -> None:
         super().__init__(settings, context)
         self._settings = settings
+        self._socket: BootstrapSocket | None = None
         self._bootstrap: Bootstrap | None = None
-        self._manager = manager = PrefillRoomManager(settings, context, self._send)
+        self._manager = manager = PrefillRoomManager(settings, context)
         context.metrics.watch(
             context.allocator,
             queued=lambda: manager.n_waiting,
-            running=lambda: len(manager.works) - manager.n_waiting,
-            peers=lambda: len(manager.targets),
+            running=lambda: len(manager.reqs) - manager.n_waiting,
+            peers=lambda: len(manager.senders),
         )
 
     @property
     def bootstrap_port(self) -> int:
         """The port that decode nodes connect to; 0 before :meth:`start`."""
-        return self._bootstrap.port if self._bootstrap is not None else 0
+        return self._socket.port if self._socket is not None else 0
 
     async def _open(self) -> None:
         """Tries the transport and opens the bootstrap port. Raises what either raises."""
@@ -84,17 +83,35 @@ class PrefillNode(BaseNode):
             spec_tokens=settings.spec_tokens,
             components=layout.names,
         )
-        self._bootstrap = bootstrap = Bootstrap(
-            manifest,
-            Reception(self._manager, settings, context, self._send),
-            settings.deadlines,
-            context.metrics,
-            settings.guard,
-            Outbox(context.faults),
+        self._socket = socket = BootstrapSocket(
+            settings.guard, context.metrics, settings.deadlines.register_s, Outbox(context.faults)
         )
-        await bootstrap.start(settings.bootstrap_host, settings.bootstrap_port, settings.bootstrap_listener)
-        self._manager.routed_rooms.address = join_address(settings.bootstrap_host, bootstrap.port)
-        self._supervisor.watch(lambda: [*bootstrap.tasks, *self._manager.threads])
+        self._bootstrap = bootstrap = Bootstrap(
+            manifest, self._manager, socket, settings.deadlines, context.metrics, clock=context.clock
+        )
+        await socket.start(bootstrap, settings.bootstrap_host, settings.bootstrap_port, settings.bootstrap_listener)
+        bootstrap.start()
+        self._manager.routed_rooms.address = join_address(settings.bootstrap_host, socket.port)
+        self._supervisor.watch(lambda: [*socket.tasks, *bootstrap.tasks, *self._manager.threads])
+
+    @property
+    def manager(self) -> PrefillRoomManager:
+        """The node's rooms."""
+        return self._manager
+
+    @property
+    def bootstrap(self) -> Bootstrap:
+        """Its registrations. Raises :class:`RuntimeError` before :meth:`start`."""
+        if self._bootstrap is None:
+            raise RuntimeError("the prefill node is not running yet")
+        return self._bootstrap
+
+    @property
+    def socket(self) -> BootstrapSocket:
+        """What decode nodes are connected to. Raises :class:`RuntimeError` before :meth:`start`."""
+        if self._socket is None:
+            raise RuntimeError("the prefill node is not running yet")
+        return self._socket
 
     async def _inform_peers(self) -> None:
         """Keeps the connections open until every room's end is known, at most :data:`_KNOWN_S`.
@@ -102,20 +119,22 @@ class PrefillNode(BaseNode):
         ZMQ drops what a decode node has received and not yet read when the connection breaks: it would take this node
         for one that fell silent. What is lost is sent again by the ticker.
         """
-        give_up = time.monotonic() + _KNOWN_S
-        rooms = self._manager.works
-        while time.monotonic() < give_up and not all(work.room.is_known for work in rooms.values()):  # noqa: ASYNC110
+        clock, reqs = self._context.clock, self._manager.reqs
+        give_up = clock() + _KNOWN_S
+        while clock() < give_up and not all(req.room.is_known for req in reqs.values()):  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
 
     async def _close(self) -> None:
         await self._manager.close()
+        if self._socket is not None:
+            await self._socket.close()
         if self._bootstrap is not None:
             await self._bootstrap.close()
 
     @property
     def busy(self) -> bool:
         """Whether a room is not over yet."""
-        return bool(self._manager.works)
+        return bool(self._manager.reqs)
 
     def submit(self, request: GenerationRequest) -> NodeGeneration:
         """Takes a request whose room a router chose; the answer is its first token, when a decode node has the rest.
@@ -131,13 +150,12 @@ class PrefillNode(BaseNode):
         """
         if self._manager.refusing is not None:
             return False, self._manager.refusing.reason
-        targets = self._manager.targets.values()
-        passed = not any(target.probe is not None and target.probe[1] for target in targets)
-        return passed, "; ".join(target.describe_probe() for target in targets) or "no decode node is registered yet"
+        passed, reason = self._manager.probes.ready(self._manager.senders)
+        return passed, reason or "no decode node is registered yet"
 
     def _counts(self) -> tuple[int, int]:
         n_http = self._manager.routed_rooms.n_http
-        return len(self._manager.works) + n_http, self._manager.n_waiting + n_http
+        return len(self._manager.reqs) + n_http, self._manager.n_waiting + n_http
 
     def _info(self) -> dict[str, Any]:
         manager = self._manager
@@ -145,17 +163,13 @@ class PrefillNode(BaseNode):
             "bootstrap_port": self.bootstrap_port,
             "waiting": manager.n_waiting,
             "refused": self._bootstrap.refused() if self._bootstrap is not None else [],
-            "unpaired": {"http": manager.routed_rooms.n_http, "rooms": manager.routed_rooms.n_lonely},
+            "unpaired": {"http": manager.routed_rooms.n_http, "rooms": manager.routed_rooms.n_decode},
             "peers": [
                 {
                     "incarnation": peer.incarnation,
                     "registration": peer.registration.number,
                     "session": peer.manifest.session,
                 }
-                for peer in manager.targets
+                for peer in manager.senders
             ],
         }
-
-    def _send(self, peer: DecodePeer, message: AnyMessage) -> None:
-        if self._bootstrap is not None:
-            self._bootstrap.send(peer, message)

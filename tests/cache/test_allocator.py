@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.cache.allocator import Allocator, AllocatorError
-from tests.cache.conftest import small_geometry
+from tests.transfer.support import make_geometry
 
 
 def test_all_or_nothing() -> None:
-    allocator = Allocator(small_geometry(pages=9, slots=3))
+    allocator = Allocator(make_geometry(pages=9, slots=3))
     assert allocator.reserve("a", 7 * 256) is not None
     assert allocator.reserve("b", 2 * 256) is None
     assert allocator.counts()["slots"]["free"] == 1
@@ -18,7 +18,7 @@ def test_all_or_nothing() -> None:
 
 
 def test_item_zero_is_never_handed_out() -> None:
-    allocator = Allocator(small_geometry(pages=9, slots=5), permute_seed=3)
+    allocator = Allocator(make_geometry(pages=9), permute_seed=3)
     for owner in range(4):
         placement = allocator.reserve(owner, 512)
         assert placement is not None
@@ -27,7 +27,7 @@ def test_item_zero_is_never_handed_out() -> None:
 
 
 def test_pages_come_ascending_unless_permuted() -> None:
-    straight, shuffled = (Allocator(small_geometry(), permute_seed=seed) for seed in (None, 1))
+    straight, shuffled = (Allocator(make_geometry(pages=9), permute_seed=seed) for seed in (None, 1))
     a, b = straight.reserve("x", 8 * 256), shuffled.reserve("x", 8 * 256)
     assert a is not None
     assert b is not None
@@ -36,7 +36,7 @@ def test_pages_come_ascending_unless_permuted() -> None:
 
 
 def test_states_of_a_life() -> None:
-    allocator = Allocator(small_geometry(pages=9, slots=5))
+    allocator = Allocator(make_geometry(pages=9))
     allocator.reserve("a", 300)
     assert allocator.counts()["pages"] == {"free": 6, "reserved": 2, "committed": 0, "quarantined": 0}
     allocator.commit("a")
@@ -50,7 +50,7 @@ def test_states_of_a_life() -> None:
 
 
 def test_steps_that_no_life_has_are_refused() -> None:
-    allocator = Allocator(small_geometry())
+    allocator = Allocator(make_geometry(pages=9))
     with pytest.raises(AllocatorError, match="a holds no slot"):
         allocator.release("a")
     allocator.reserve("a", 1)
@@ -68,7 +68,7 @@ def test_steps_that_no_life_has_are_refused() -> None:
     st.lists(st.tuples(st.sampled_from(["reserve", "release", "commit", "quarantine"]), st.integers(0, 5)), max_size=60)
 )
 def test_nothing_is_lost_or_owned_twice(steps: list[tuple[str, int]]) -> None:
-    allocator = Allocator(small_geometry(pages=9, slots=5), permute_seed=0)
+    allocator = Allocator(make_geometry(pages=9), permute_seed=0)
     for name, owner in steps:
         try:
             if name == "reserve":

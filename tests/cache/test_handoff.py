@@ -7,7 +7,7 @@ from server.cache.arena import Arena
 from server.cache.handoff import Handoff, prompt_hash, read_handoff, write_handoff
 from server.cache.layout import ArenaLayout, Placement
 from server.cache.specs import LayoutError
-from tests.cache.conftest import small_geometry
+from tests.transfer.support import make_geometry
 
 
 def handoff(**changes: object) -> Handoff:
@@ -25,7 +25,7 @@ def handoff(**changes: object) -> Handoff:
 
 
 def test_what_is_written_is_read_back_exactly() -> None:
-    arena, where = Arena(ArenaLayout.from_geometry(small_geometry()), poison=True), Placement(3, ())
+    arena, where = Arena(ArenaLayout.from_geometry(make_geometry(dtype="bfloat16")), poison=True), Placement(3, ())
     written = handoff()
     write_handoff(arena, where, written)
     read = read_handoff(arena, where, 2)
@@ -36,13 +36,13 @@ def test_what_is_written_is_read_back_exactly() -> None:
 
 def test_a_row_that_was_never_written_is_refused() -> None:
     for poison in (True, False):
-        arena = Arena(ArenaLayout.from_geometry(small_geometry()), poison=poison)
+        arena = Arena(ArenaLayout.from_geometry(make_geometry(dtype="bfloat16")), poison=poison)
         with pytest.raises(LayoutError, match="hand-off row of slot 1 has version"):
             read_handoff(arena, Placement(1, ()), 2)
 
 
 def test_more_alternatives_than_the_row_holds_are_refused() -> None:
-    arena = Arena(ArenaLayout.from_geometry(small_geometry()))
+    arena = Arena(ArenaLayout.from_geometry(make_geometry(dtype="bfloat16")))
     with pytest.raises(LayoutError, match="holds 20 alternatives, got 21"):
         write_handoff(arena, Placement(1, ()), handoff(top=tuple((i, 0.0) for i in range(21))))
 

@@ -12,7 +12,7 @@ from server.cache.digest import live_digests
 from server.cache.layout import PROBE_NBYTES, ArenaLayout, Placement, Run
 from server.cache.live import live_positions
 from server.cache.specs import CacheGeometry, ComponentSpec, LayoutError, Scope
-from tests.cache.conftest import small_geometry
+from tests.transfer.support import make_geometry
 
 
 def rows_one_by_one(layout: ArenaLayout, n: int, placement: Placement) -> dict[str, list[tuple[int, int]]]:
@@ -30,7 +30,7 @@ def random_placement(seed: int, n: int) -> Placement:
 
 @given(n=st.integers(1, 1100), k=st.sampled_from([0, 1, 3, 5]), seed=st.integers(0, 99))
 def test_runs_are_the_live_rows_in_logical_order(n: int, k: int, seed: int) -> None:
-    layout = ArenaLayout.from_geometry(small_geometry(k=k))
+    layout = ArenaLayout.from_geometry(make_geometry(pages=9, extra_rows=k))
     placement = random_placement(seed, n)
     runs = layout.live_runs(n, placement)
     for name, rows in rows_one_by_one(layout, n, placement).items():
@@ -41,7 +41,7 @@ def test_runs_are_the_live_rows_in_logical_order(n: int, k: int, seed: int) -> N
 
 
 def test_no_two_components_share_a_byte() -> None:
-    geometry = small_geometry(k=3)
+    geometry = make_geometry(pages=9, extra_rows=3)
     layout = ArenaLayout.from_geometry(geometry)
     owner: dict[int, str] = {}
     for c in layout.components:
@@ -54,39 +54,40 @@ def test_no_two_components_share_a_byte() -> None:
 
 
 def test_a_page_is_one_block_and_neighbours_touch() -> None:
-    layout = ArenaLayout.from_geometry(small_geometry())
+    layout = ArenaLayout.from_geometry(make_geometry())
     parts = [c.rows * c.row_nbytes for c in layout.page_components]
     assert [c.name for c in layout.page_components] == ["c4_kv", "c4_index", "c128_kv"]
     assert layout.page_nbytes == sum(parts)
-    assert layout.page_offset(4) == layout.page_offset(3) + layout.page_nbytes
+    third, fourth = (layout.row_offset("c4_kv", Placement(1, (page,)), 0) for page in (3, 4))
+    assert fourth == third + layout.page_nbytes
 
 
 def test_views_and_runs_mean_the_same_bytes() -> None:
-    arena = Arena(ArenaLayout.from_geometry(small_geometry()))
+    arena = Arena(ArenaLayout.from_geometry(make_geometry(dtype="bfloat16")))
     placement = Placement(2, (5, 3))
-    arena.view("c4_kv")[3, 6, 1] = torch.arange(6.0)  # entry 64 + 6, second layer
+    arena.view("c4_kv")[3, 6, 1] = torch.arange(8.0)  # entry 64 + 6, second layer
     (run,) = arena.layout.runs("c4_kv", range(70, 71), placement)
     data = torch.frombuffer(bytearray(arena.read([run])), dtype=torch.bfloat16)
-    assert data.tolist() == [0.0] * 6 + [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    arena.view("c128_state")[2, 130 % 128, 0] = torch.arange(12.0)
+    assert data.tolist() == [0.0] * 8 + list(range(8))
+    arena.view("c128_state")[2, 130 % 128, 0] = torch.arange(16.0)
     (run,) = arena.layout.runs("c128_state", range(130, 131), placement)
-    assert torch.frombuffer(bytearray(arena.read([run])), dtype=torch.float32).tolist() == list(range(12))
+    assert torch.frombuffer(bytearray(arena.read([run])), dtype=torch.float32).tolist() == list(range(16))
 
 
 def test_a_wrapping_ring_is_two_runs() -> None:
-    layout = ArenaLayout.from_geometry(small_geometry(window=16))
+    layout = ArenaLayout.from_geometry(make_geometry())
     assert len(layout.runs("swa", range(9, 24), Placement(1, ()))) == 2
     assert len(layout.runs("swa", range(17, 31), Placement(1, ()))) == 1
 
 
 def test_more_live_rows_than_the_ring_has_is_refused() -> None:
-    layout = ArenaLayout.from_geometry(small_geometry(window=16))
+    layout = ArenaLayout.from_geometry(make_geometry())
     with pytest.raises(LayoutError, match="swa has 17 live rows but a ring of 16"):
         layout.runs("swa", range(17), Placement(1, ()))
 
 
 def test_too_few_pages_are_refused() -> None:
-    layout = ArenaLayout.from_geometry(small_geometry())
+    layout = ArenaLayout.from_geometry(make_geometry())
     with pytest.raises(LayoutError, match="entry 64 lies on page 1 of the request, which has 1 pages"):
         layout.runs("c4_kv", range(65), Placement(1, (1,)))
 
@@ -95,7 +96,7 @@ def test_too_few_pages_are_refused() -> None:
 def test_digests_do_not_depend_on_rings_pages_and_slots(n: int, seeds: tuple[int, int]) -> None:
     digests = []
     for k, seed in zip((0, 3), seeds, strict=True):
-        arena = Arena(ArenaLayout.from_geometry(small_geometry(k=k)), poison=True)
+        arena = Arena(ArenaLayout.from_geometry(make_geometry(pages=9, extra_rows=k)), poison=True)
         placement = random_placement(seed, n)
         rng = random.Random(n)
         for rows in rows_one_by_one(arena.layout, n, placement).values():
@@ -106,7 +107,7 @@ def test_digests_do_not_depend_on_rings_pages_and_slots(n: int, seeds: tuple[int
 
 
 def test_poison_fills_everything_but_item_zero_and_the_probe_region() -> None:
-    arena = Arena(ArenaLayout.from_geometry(small_geometry()), poison=True)
+    arena = Arena(ArenaLayout.from_geometry(make_geometry(dtype="bfloat16")), poison=True)
     for name in arena.layout.names:
         view = arena.view(name)
         assert not view[0].float().any()
@@ -115,7 +116,7 @@ def test_poison_fills_everything_but_item_zero_and_the_probe_region() -> None:
 
 
 def test_scrub_restores_the_poison_of_one_placement_only() -> None:
-    arena = Arena(ArenaLayout.from_geometry(small_geometry()), poison=True)
+    arena = Arena(ArenaLayout.from_geometry(make_geometry(dtype="bfloat16")), poison=True)
     for name in ("swa", "c4_kv"):
         arena.view(name)[1:3] = 1.0
     arena.scrub(Placement(2, (2,)))

@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ from server.failure import RequestFailed
 from server.model.network import DeepseekV4
 from server.transfer.engines.base import Ticket
 from server.transfer.engines.mooncake import MooncakeEngine
+from tests.support import waiting
 from tests.support.http import http_server
 from tests.support.pair import Pair, Side, a_request, answer, running_decode, running_pair, tokens
 
@@ -89,14 +91,11 @@ class Client:
 
 def room_phases(pair: Pair) -> list[str]:
     """The phases of the rooms on the decode node, in order of their opening."""
-    return [work.room.phase.value for work in pair.decode._manager.works.values() if work.room is not None]
+    return [req.room.phase.value for req in pair.decode.manager.reqs.values() if req.room is not None]
 
 
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < timeout_s, f"not within {timeout_s:g} s: {what}"
-        await asyncio.sleep(0)
+until = partial(waiting.until, poll_s=0.0)
+"""Some phases are short."""
 
 
 @contextlib.asynccontextmanager
@@ -114,19 +113,18 @@ Others = list[Awaitable[Any]]
 async def _waiting(pair: Pair, client: Client) -> Others:
     """All slots of D are taken: the request waits in D's own queue."""
     others = [asyncio.create_task(pair.answer(a_request(prompt(20, i), max_tokens=60))) for i in range(4)]
-    await until(lambda: pair.d.free[0] == 0, "D is full")
+    await until(lambda: pair.d.free[0] == 0, what="D is full")
     client.ask(a_request(prompt(30)))
-    await until(lambda: pair.decode.server_info()["waiting"] == 1, "the request waits")
+    await until(lambda: pair.decode.server_info()["waiting"] == 1, what="the request waits")
     return [*others]
 
 
 async def _reserve(pair: Pair, client: Client, monkeypatch: pytest.MonkeyPatch) -> Others:
     """P hears nothing of the request (its control messages are lost for a while)."""
-    bootstrap = pair.prefill._bootstrap
     with monkeypatch.context() as lossy:
-        lossy.setattr(bootstrap, "_on_peer_message", lambda routing_id, message: None)
+        lossy.setattr(pair.prefill.manager, "on_message", lambda peer, message: None)
         client.ask(a_request(prompt(30)))
-        await until(lambda: room_phases(pair) == ["reserve"], "the room is opened")
+        await until(lambda: room_phases(pair) == ["reserve"], what="the room is opened")
         await asyncio.sleep(0.1)
         assert room_phases(pair) == ["reserve"]
         await client.go()
@@ -138,28 +136,30 @@ async def _reserve(pair: Pair, client: Client, monkeypatch: pytest.MonkeyPatch) 
 async def _queued(pair: Pair, client: Client) -> Others:
     """P has one slot, and a long prompt is in it."""
     other = asyncio.create_task(pair.answer(a_request(prompt(700), max_tokens=2)))
-    await until(lambda: room_phases(pair) == ["prefill"], "the other prompt is being computed")
+    await until(lambda: room_phases(pair) == ["prefill"], what="the other prompt is being computed")
     client.ask(a_request(prompt(30)))
-    await until(lambda: room_phases(pair) == ["prefill", "queued"], "the request is queued on P")
+    await until(lambda: room_phases(pair) == ["prefill", "queued"], what="the request is queued on P")
     return [other]
 
 
 async def _prefill(pair: Pair, client: Client) -> Others:
     client.ask(a_request(prompt(1500)))
-    await until(lambda: sum(isinstance(e, ChunkComputed) for e in pair.p.events) >= 20, "a page and more is computed")
+    await until(
+        lambda: sum(isinstance(e, ChunkComputed) for e in pair.p.events) >= 20, what="a page and more is computed"
+    )
     assert room_phases(pair) == ["prefill"]
     return []
 
 
 async def _phase(pair: Pair, client: Client, phase: str) -> Others:
     client.ask(a_request(prompt(300)))
-    await until(lambda: room_phases(pair) == [phase], f"the room is in phase {phase}")
+    await until(lambda: room_phases(pair) == [phase], what=f"the room is in phase {phase}")
     return []
 
 
 async def _decode(pair: Pair, client: Client) -> Others:
     client.ask(a_request(prompt(30), max_tokens=4000))
-    await until(lambda: len(client.outputs) > 2, "some tokens have come")
+    await until(lambda: len(client.outputs) > 2, what="some tokens have come")
     return []
 
 
@@ -192,8 +192,8 @@ async def test_an_abort_in_every_phase_frees_both_nodes(
                 others = await _phase(pair, client, phase)
         await client.go()
         if others:
-            await until(lambda: pair.decode.server_info()["waiting"] == 0, "it waits no more", 1.0)
-            await until(lambda: len(pair.decode._manager.works) == len(others), "only the others are left", 1.0)
+            await until(lambda: pair.decode.server_info()["waiting"] == 0, 1.0, "it waits no more")
+            await until(lambda: len(pair.decode.manager.reqs) == len(others), 1.0, "only the others are left")
         else:
             await pair.settled(FREED_S)
         for outputs, _ in await asyncio.gather(*others):
@@ -249,7 +249,7 @@ async def check_random_aborts(
         assert n_rounds > 1
         await pair.settled(FREED_S)
         assert pair.decode.server_info()["waiting"] == 0
-        assert not pair.decode._manager.works
+        assert not pair.decode.manager.reqs
         assert pair.d.metric("pd_fences_total") == 0
         for request, wanted in zip(witnesses, expected, strict=True):
             assert tokens((await pair.answer(request))[0]) == wanted

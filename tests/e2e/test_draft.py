@@ -9,7 +9,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from evaluation.questions import completion_prompt, load_problems, pick_shots
+from evaluation.questions import bundled_questions
 
 from server.cache.live import LIVE_RULES
 from server.cache.specs import DRAFT
@@ -162,10 +162,8 @@ async def check_output(model: DeepseekV4, tokenizer: Tokenizer, lengths: list[in
 
 def questions(n: int) -> list[GenerationRequest]:
     """Bundled questions as scripts/gsm8k.py asks them: 4 shots, greedy, until a blank line."""
-    folder, tokenizer = BUNDLED.parent / "tiny-gsm8k", Tokenizer.load(BUNDLED)
-    pool, problems = load_problems(folder / "train.jsonl"), load_problems(folder / "test.jsonl")[:n]
-    prompts = [completion_prompt(problem, pick_shots(problem, pool, 4, 0)) for problem in problems]
-    return [a_request(tokenizer.encode(text), max_tokens=64, ignore_eos=False, stop=("\n\n",)) for text in prompts]
+    tokenizer, asked = Tokenizer.load(BUNDLED), bundled_questions()[:n]
+    return [a_request(tokenizer.encode(text), max_tokens=64, ignore_eos=False, stop=("\n\n",)) for _, text in asked]
 
 
 async def check_questions(model: DeepseekV4, tokenizer: Tokenizer, n: int) -> float:

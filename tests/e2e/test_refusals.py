@@ -34,6 +34,7 @@ from tests.support.pair import (
     running_prefill,
     tokens,
 )
+from tests.support.waiting import until
 
 COMPONENTS = tuple(name for name in LIVE_RULES if name != "draft_swa")
 KNOWN_S = 10.0
@@ -127,9 +128,7 @@ async def test_a_refused_decode_node_does_not_disturb_one_that_fits(model: Deeps
 async def test_without_any_prefill_node_nothing_is_computed_here(model: DeepseekV4, tokenizer: Tokenizer) -> None:
     async with running_decode(model, tokenizer, Side(), ("127.0.0.1:1",)) as (node, decode):
         started = time.monotonic()
-        async with asyncio.timeout(KNOWN_S):
-            while "nobody" not in peers_of(decode)[0]["reason"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: "nobody" in peers_of(decode)[0]["reason"], KNOWN_S, "it is known")
         errors = await errors_of(node, decode)
         assert time.monotonic() - started < KNOWN_S
         assert all("nobody listens at 127.0.0.1:1 (Connection refused)" in error["message"] for error in errors)

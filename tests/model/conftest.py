@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,15 @@ from tests.support.checkpoints import BUNDLED, write_checkpoint
 
 
 def make_runner(model: DeepseekV4, *, spec_tokens: int = 0, poison: bool = True, pages: int = 16) -> ModelRunner:
-    config = model.config
-    components = state_components(config, "float32", spec_tokens, draft=model.nextn is not None)
+    config, dtype = model.config, str(model.dtype).removeprefix("torch.")
+    components = state_components(config, dtype, spec_tokens, draft=model.nextn is not None)
     geometry = CacheGeometry(256, pages, 20, config.sliding_window, spec_tokens, components)
     return ModelRunner(model, Arena(ArenaLayout.from_geometry(geometry), poison=poison))
+
+
+def prompt(n: int, model: DeepseekV4, seed: int = 0) -> list[int]:
+    """``n`` random token ids, without the special ones."""
+    return random.Random(seed).choices(range(3, model.config.vocab_size), k=n)
 
 
 def prefill(runner: ModelRunner, ids: list[int], placement: Placement, chunk: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from server.cache.layout import Placement
 from server.model.batch import Segment
-from tests.model.conftest import Pair, make_runner, prefill
+from tests.model.conftest import Pair, make_runner, prefill, prompt
 
 LENGTHS = [1, 3, 4, 5, 18, "W-1", "W", "W+1", 127, 128, 129, 255, 256, 257, 511, 512, 513, 1025]
 QUICK = [1, 4, 18, "W", 129, 257, 513]
@@ -17,16 +17,12 @@ CHUNKS = [1, 7, 64, 256, 2048]
 PLACEMENT = Placement(3, (7, 2, 11, 5, 13, 1))
 
 
-def tokens_for(n: int, vocab: int, seed: int = 0) -> list[int]:
-    return torch.randint(3, vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def length(n: int | str, window: int) -> int:
     return n if isinstance(n, int) else window + {"W-1": -1, "W": 0, "W+1": 1}[n]
 
 
 def check_logits(pair: Pair, n: int, chunk: int) -> None:
-    ids = tokens_for(n, pair.model.config.vocab_size)
+    ids = prompt(n, pair.model)
     expected = pair.reference(ids)
     ours = prefill(make_runner(pair.model), ids, PLACEMENT, chunk)
     error = ((ours - expected).abs().amax(-1) / expected.abs().amax(-1)).max().item()
@@ -37,7 +33,7 @@ def check_greedy(pair: Pair, n: int, steps: int) -> None:
     """Decoding token by token picks what transformers picks for the whole text (a teacher-forced check, no caches
     there).
     """
-    ids = tokens_for(n, pair.model.config.vocab_size, seed=1)
+    ids = prompt(n, pair.model, seed=1)
     runner = make_runner(pair.model)
     text = list(ids)
     text.append(int(prefill(runner, ids, PLACEMENT, 64)[-1].argmax()))
@@ -50,7 +46,7 @@ def check_greedy(pair: Pair, n: int, steps: int) -> None:
 
 def check_generate(pair: Pair, n: int, steps: int) -> None:
     """The same, against ``generate`` with transformers' own cache."""
-    ids = tokens_for(n, pair.model.config.vocab_size, seed=2)
+    ids = prompt(n, pair.model, seed=2)
     runner = make_runner(pair.model)
     out = pair.oracle.generate(
         torch.tensor([ids]), max_new_tokens=steps, min_new_tokens=steps, do_sample=False, pad_token_id=2

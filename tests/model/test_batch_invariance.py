@@ -14,7 +14,7 @@ from server.engine.runner import ModelRunner
 from server.model.batch import Segment
 from server.model.loader import load_model
 from server.model.network import DeepseekV4
-from tests.model.conftest import make_runner, prefill
+from tests.model.conftest import make_runner, prefill, prompt
 from tests.support.checkpoints import BUNDLED, write_checkpoint
 
 
@@ -25,10 +25,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     path = tmp_path_factory.mktemp("random")
     write_checkpoint(path, seed=3)
     return load_model(path)
-
-
-def prompt(n: int, model: DeepseekV4, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(3, model.config.vocab_size), k=n)
 
 
 def placements(count: int, n_pages: int, seed: int) -> list[Placement]:

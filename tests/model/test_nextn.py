@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from server.model.batch import Segment
 from server.model.config import CheckpointError
 from server.model.loader import has_draft, load_model
 from server.model.network import DeepseekV4
-from tests.model.conftest import make_runner
+from tests.model.conftest import make_runner, prompt
 from tests.model.plain_nextn import plain_nextn
 from tests.support.checkpoints import tensors_of, write_checkpoint
 
@@ -35,12 +34,8 @@ def model(checkpoint: Path) -> DeepseekV4:
     return load_model(checkpoint, draft=True)
 
 
-def text(model: DeepseekV4, n: int = N + 8) -> list[int]:
-    return random.Random(0).choices(range(3, model.config.vocab_size), k=n)
-
-
 def test_agrees_with_the_plain_layer_at_every_position(model: DeepseekV4, checkpoint: Path) -> None:
-    ids, runner = text(model), make_runner(model)
+    ids, runner = prompt(N + 8, model), make_runner(model)
     streams = runner.forward([Segment(ids[:N], 0, PLACE)]).streams
     expected_streams, expected = plain_nextn(tensors_of(checkpoint), streams, ids[1 : N + 1], model.config)
     for t in range(N):  # one row at a time, through the ring
@@ -50,7 +45,7 @@ def test_agrees_with_the_plain_layer_at_every_position(model: DeepseekV4, checkp
 
 
 def test_a_segment_of_several_rows_equals_single_rows(model: DeepseekV4) -> None:
-    ids, runner, other = text(model), make_runner(model), make_runner(model, spec_tokens=5)
+    ids, runner, other = prompt(N + 8, model), make_runner(model), make_runner(model, spec_tokens=5)
     streams = runner.forward([Segment(ids[:N], 0, PLACE)]).streams
     for t in range(N):
         single = runner.draft([Segment([ids[t + 1]], t, PLACE)], streams[t : t + 1]).logits[0]
@@ -60,7 +55,7 @@ def test_a_segment_of_several_rows_equals_single_rows(model: DeepseekV4) -> None
 
 def test_prompt_rows_need_no_attention_and_only_the_last_window(model: DeepseekV4) -> None:
     """Rows written without attention, only the live ones, leave the next draft step the same bits as a full pass."""
-    ids = text(model)
+    ids = prompt(N + 8, model)
     full, sparse = make_runner(model), make_runner(model, poison=True)
     streams = full.forward([Segment(ids[:N], 0, PLACE)]).streams
     full.draft([Segment(ids[1:N], 0, PLACE)], streams[: N - 1])
@@ -74,7 +69,7 @@ def test_prompt_rows_need_no_attention_and_only_the_last_window(model: DeepseekV
 
 
 def test_a_cold_start_reads_nothing_before_it(model: DeepseekV4) -> None:
-    ids, runner = text(model), make_runner(model, poison=True)
+    ids, runner = prompt(N + 8, model), make_runner(model, poison=True)
     streams = runner.forward([Segment(ids[:N], 0, PLACE)]).streams
     cold = runner.draft([Segment([ids[N]], N - 1, PLACE, valid_from=N - 1)], streams[N - 1 :]).logits
     assert cold.isfinite().all()

@@ -4,7 +4,6 @@ several threads.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +21,7 @@ from server.model.batch import Segment
 from server.model.loader import load_model
 from server.model.network import DeepseekV4
 from server.model.rope import Rotation
-from tests.model.conftest import make_runner, prefill
+from tests.model.conftest import make_runner, prefill, prompt
 from tests.support.checkpoints import write_checkpoint
 
 SHAPE: dict[str, Any] = {
@@ -90,10 +89,6 @@ MODELS = [(case, 1) for case in CASES] + [("8 experts, 4 streams, 4 heads", 2), 
 @pytest.fixture
 def model(load: Callable[[str], DeepseekV4], case: str, threads: int) -> DeepseekV4:
     return load(case)
-
-
-def prompt(n: int, model: DeepseekV4, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(3, model.config.vocab_size), k=n)
 
 
 def place(i: int) -> Placement:

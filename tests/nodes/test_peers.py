@@ -212,10 +212,10 @@ async def test_a_client_that_waits_for_a_peer_hears_of_its_refusal(pair: Pair) -
     p = await pair.prefill()
     d = await pair.decode(p, deadlines=replace(FAST, connect_s=30.0))
     port = p.node.bootstrap_port
-    (link,) = d.node._manager.receiver.links
+    (link,) = d.node.manager.rooms.peers.links
     link.lose(Failure("peer_lost", "the session was fenced"))
     waiting = d.node.submit(request(5))
-    await p.node._bootstrap.close()
+    await p.node.socket.close()
     await pair.prefill(port=port, identity=replace(IDENTITY, tokenizer="other"))
     started = time.monotonic()
     with pytest.raises(RequestFailed, match="tokenizer differs: prefill has other, decode has tokenizer-a") as caught:
@@ -227,7 +227,7 @@ async def test_a_client_that_waits_for_a_peer_hears_of_its_refusal(pair: Pair) -
 async def test_a_registration_cannot_be_taken_over_by_another_connection(pair: Pair) -> None:
     p = await pair.prefill()
     d = await pair.decode(p)
-    (link,) = d.node._manager.receiver.links
+    (link,) = d.node.manager.rooms.peers.links
     context = zmq.asyncio.Context()
     thief = context.socket(zmq.DEALER)
     thief.connect(f"tcp://127.0.0.1:{p.node.bootstrap_port}")
@@ -268,9 +268,8 @@ async def test_a_peer_that_sends_without_end_does_not_keep_the_node_from_its_oth
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p = await pair.prefill()
-    bootstrap = p.node._bootstrap
     bursts = [0]
-    monkeypatch.setattr(bootstrap, "_on_frames", lambda frames: bursts.__setitem__(-1, bursts[-1] + 1))
+    monkeypatch.setattr(p.node.bootstrap, "on_frames", lambda frames: bursts.__setitem__(-1, bursts[-1] + 1))
 
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(f"tcp://127.0.0.1:{p.node.bootstrap_port}")

@@ -68,7 +68,7 @@ async def test_a_register_that_is_sent_once_more_does_not_end_a_later_registrati
     p = await pair.prefill()
     async with control_relay(f"127.0.0.1:{p.node.bootstrap_port}") as wire:
         d = await pair.decode(wire.address)
-        (link,) = d.node._manager.receiver.links
+        (link,) = d.node.manager.rooms.peers.links
         link.lose(Failure("fenced", "simulated"))
         await registered_anew(d, wire, 1)
         old = next(passed for passed in wire.seen if passed.kind == "Register")
@@ -87,14 +87,14 @@ async def test_a_prefill_node_that_restarts_is_not_held_by_an_old_register(pair:
     p = await pair.prefill()
     async with control_relay(f"127.0.0.1:{p.node.bootstrap_port}") as wire:
         d = await pair.decode(wire.address)
-        (link,) = d.node._manager.receiver.links
+        (link,) = d.node.manager.rooms.peers.links
         old = next(passed for passed in wire.seen if passed.kind == "Register")
         if is_over:
             link.lose(Failure("fenced", "simulated"))
             await registered_anew(d, wire, 1)
         before = len(wire.registers)
         port = p.node.bootstrap_port
-        await p.node._bootstrap.close()
+        await p.node.socket.close()
         wire.send(old)
         again = await pair.prefill(port=port)
         await registered_anew(d, wire, before)
@@ -109,8 +109,8 @@ async def test_a_prefill_node_that_has_given_a_registration_up_has_it_never_agai
     async with control_relay(f"127.0.0.1:{p.node.bootstrap_port}") as wire:
         d = await pair.decode(wire.address)
         old = next(passed for passed in wire.seen if passed.kind == "Register")
-        (peer,) = p.node._bootstrap.peers.values()
-        p.node._bootstrap._lose(peer, Failure("peer_lost", "simulated"))
+        (peer,) = p.node.bootstrap.peers.values()
+        p.node.bootstrap.lose(peer, Failure("peer_lost", "simulated"))
         wire.send(old)
         await registered_anew(d, wire, 1)
         assert await answer(d.node, request(20)) == expected(request(20))
@@ -124,7 +124,7 @@ async def test_a_probe_that_comes_once_more_is_answered_once_more_and_written_on
     async with control_relay(f"127.0.0.1:{p.node.bootstrap_port}") as wire:
         d = await pair.decode(wire.address)
         for _ in range(2):
-            d.node._manager.receiver._prober._last.clear()
+            d.node.manager.rooms.peers.prober.fresh_s = 0.0
             is_ready, reason = await d.node.ready()
             assert is_ready, reason
         earlier, last = (passed for passed in wire.seen if passed.kind == "Probe")
@@ -150,7 +150,7 @@ async def test_messages_of_an_earlier_registration_are_counted_and_left(pair: Pa
         leaving.abort()
         await until(lambda: any(passed.kind == "Abort" for passed in wire.seen))
         p.engine.gate.set()
-        (link,) = d.node._manager.receiver.links
+        (link,) = d.node.manager.rooms.peers.links
         old = [passed for passed in wire.seen if passed.kind not in ("Ping", "Register")]
         assert {passed.kind for passed in old} == {"Probe", "Reserve", "Committed", "Abort"}
         link.lose(Failure("fenced", "simulated"))
@@ -172,8 +172,8 @@ async def test_a_registration_that_is_over_before_the_decode_node_hears_of_it_is
         wire.lose = {"Registered"}
         d = await pair.decode(wire.address, wait=False)
         await until(lambda: wire.answers["Registered"] > 0)
-        (peer,) = p.node._bootstrap.peers.values()
-        p.node._bootstrap._lose(peer, Failure("peer_lost", "simulated"))
+        (peer,) = p.node.bootstrap.peers.values()
+        p.node.bootstrap.lose(peer, Failure("peer_lost", "simulated"))
         wire.lose = set()
         await registered_anew(d, wire, 1)
         assert [peer["registration"] for peer in p.node.server_info()["peers"]] == [2]

@@ -13,7 +13,7 @@ from server.engine.events import ComputeFailed
 from server.engine.request import GenerationRequest, RouteInfo
 from server.failure import Failure, RequestFailed
 from server.transfer.protocol import Abort, Rejected
-from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
+from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, deaf_to, expected, pairs, request, until
 from tests.nodes.test_failures import all_free
 from tests.transfer.support import make_geometry
 
@@ -48,8 +48,8 @@ async def test_a_failure_before_the_commit_is_retried_on_another_node(pair: Pair
     assert first.room == second.room == route.room
     assert second.epoch > first.epoch, "a new reservation attempt"
     await until(lambda: all(all_free(side) for side in (bad, good, d)))
-    assert not d.node._manager.works
-    assert not d.node._manager.rooms
+    assert not d.node.manager.reqs
+    assert not d.node.manager.by_room
 
 
 async def test_the_second_failure_is_the_clients(pair: Pair) -> None:
@@ -103,7 +103,7 @@ async def test_an_abort_reaches_the_second_attempt(pair: Pair) -> None:
         await generation.route()
     slow.engine.gate.set()
     await until(lambda: all(all_free(side) for side in (bad, slow, d)))
-    assert not d.node._manager.works
+    assert not d.node.manager.reqs
 
 
 async def test_nothing_is_retried_after_a_commit(pair: Pair) -> None:
@@ -111,8 +111,8 @@ async def test_nothing_is_retried_after_a_commit(pair: Pair) -> None:
     d = await pair.decode(first, second)
     generation = d.node.submit(request(300, max_tokens=400))
     await generation.route()
-    (work,) = d.node._manager.works.values()
-    d.node.on_engine_event(ComputeFailed(work.key, Failure("engine_error", "broken while decoding")))
+    (req,) = d.node.manager.reqs.values()
+    d.node.on_engine_event(ComputeFailed(req.key, Failure("engine_error", "broken while decoding")))
     with pytest.raises(RequestFailed, match="broken while decoding"):
         [output async for output in generation]
     assert second.engine.prefilled == []
@@ -149,41 +149,25 @@ async def test_a_node_that_ends_says_so_until_it_is_heard(pair: Pair) -> None:
     assert d.metric("pd_retries_total", reason="shutting_down") == 1
 
 
-async def test_a_retry_waits_for_memory_but_not_for_a_node_that_is_gone(pair: Pair) -> None:
+async def test_a_retry_waits_for_memory_but_not_for_a_node_that_is_gone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The only slot is in quarantine, as the first node does not answer the abort; then the second node ends."""
     bad, good = await pair.prefill(faults=DROP), await pair.prefill()
     d = await pair.decode(bad, good, geometry=make_geometry(slots=2), deadlines=replace(FAST, quiesce_s=60.0))
-    reception = bad.node._bootstrap._handler
-    bad.node._bootstrap._handler = handler = _Deaf(reception)
-    generation = d.node.submit(request(270))
-    await until(lambda: len(d.node._manager.queue) == 1)
-    assert d.node.server_info()["quarantine"][0]["code"] == "component_mismatch"
-    assert d.metric("pd_quarantine_oldest_seconds") > 0
-    await pair.stop(good)
-    with pytest.raises(RequestFailed, match="swa"):
-        await generation.route()
-    assert handler.ignored > 0
-    bad.node._bootstrap._handler = reception
+    with monkeypatch.context() as patched:
+        ignored = deaf_to(bad, Abort | Rejected, patched)
+        generation = d.node.submit(request(270))
+        await until(lambda: len(d.node.manager.queue) == 1)
+        assert d.node.server_info()["quarantine"][0]["code"] == "component_mismatch"
+        assert d.metric("pd_quarantine_oldest_seconds") > 0
+        await pair.stop(good)
+        with pytest.raises(RequestFailed, match="swa"):
+            await generation.route()
+        assert ignored
     await until(lambda: all_free(d))
     assert d.node.server_info()["quarantine"] == []
     assert d.metric("pd_quarantine_oldest_seconds") == 0
-
-
-class _Deaf:
-    """A reception that does not hear that a room is over."""
-
-    def __init__(self, reception: object) -> None:
-        self._reception = reception
-        self.ignored = 0
-
-    def on_message(self, peer: object, message: object) -> None:
-        if isinstance(message, Abort | Rejected):
-            self.ignored += 1
-        else:
-            self._reception.on_message(peer, message)  # type: ignore[attr-defined]
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._reception, name)
 
 
 async def test_a_full_prefill_node_refuses_and_another_serves(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +197,7 @@ async def test_a_full_decode_node_refuses_at_once(pair: Pair) -> None:
     with pytest.raises(RequestFailed, match="2 requests wait for a slot and pages already") as caught:
         d.node.submit(request(20, seed=4))
     assert (caught.value.kind, caught.value.code) == ("unavailable", "overloaded")
-    assert len(d.node._manager.works) == 3, "nothing is left of it"
+    assert len(d.node.manager.reqs) == 3, "nothing is left of it"
     d.engine.gate.set()
     for generation in accepted:
         assert [output async for output in generation]
@@ -224,9 +208,9 @@ async def test_a_request_behind_one_that_was_given_up_need_not_wait_for_a_third(
     d.engine.gate.clear()
     occupant = d.node.submit(request(9, max_tokens=2000))
     too_long, short = d.node.submit(request(2000)), d.node.submit(request(5))
-    assert len(d.node._manager.queue) == 2
+    assert len(d.node.manager.queue) == 2
     too_long.abort()
-    await until(lambda: not d.node._manager.queue)
+    await until(lambda: not d.node.manager.queue)
     occupant.abort()
     d.engine.gate.set()
     assert [t async for o in short for t in o.token_ids] == expected(request(5))
@@ -237,9 +221,9 @@ async def test_a_room_that_is_over_leaves_the_prefill_nodes_queue(pair: Pair) ->
     d = await pair.decode(p)
     p.engine.gate.clear()
     running, _, last = [d.node.submit(request(20, seed=i)) for i in range(3)]
-    await until(lambda: len(p.node._manager.queue) == 2)
+    await until(lambda: len(p.node.manager.queue) == 2)
     last.abort()
-    await until(lambda: len(p.node._manager.queue) == 1)
+    await until(lambda: len(p.node.manager.queue) == 1)
     p.engine.gate.set()
     assert [output async for output in running]
 

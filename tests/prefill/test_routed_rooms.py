@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from server.decode.routed_rooms import TELL_S
-from server.decode.routed_rooms import RoutedRooms as DecodeRoutedRooms
-from server.engine.request import GenerationRequest, RoutedRoom
+from server.engine.request import RoutedRoom
 from server.failure import Failure, RequestFailed
+from server.prefill.decode_peer import DecodePeer
 from server.prefill.routed_rooms import REMEMBER_S, RoutedRooms
-from server.transfer.protocol import Abort, AnyMessage, Registration, Waiting, room_ids
-from server.transfer.rooms import RoomKey
+from server.transfer.protocol import AnyMessage, Failed, Registration, RequestArrived, Waiting, room_ids
+from server.transfer.rooms import Heartbeat, RoomKey, Tombstones
 from tests.nodes.support import FakeTokenizer, request
+from tests.transfer.support import make_manifest
 
 PAIR_S = 10.0
 ROOM = 7
@@ -30,22 +29,35 @@ def waiting(epoch: int, registration: Registration = NOW) -> Waiting:
 
 @dataclass
 class Halves:
-    """A :class:`RoutedRooms`, what it told decode nodes (by epoch), and its clock."""
+    """A :class:`RoutedRooms`, what it sent to decode nodes (by epoch), and its clock."""
 
     now: float = 0.0
     invited: list[int] = field(default_factory=list)
     refused: list[tuple[int, str]] = field(default_factory=list)
+    peers: dict[Registration, DecodePeer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.routed_rooms = RoutedRooms(
-            lambda work, event: None,
-            lambda work: None,
-            lambda waiting: self.invited.append(waiting.epoch),
-            lambda waiting, failure: self.refused.append((waiting.epoch, failure.code)),
-            FakeTokenizer(),
-            PAIR_S,
-            clock=lambda: self.now,
+            lambda req, event: None, Tombstones(), FakeTokenizer(), PAIR_S, clock=lambda: self.now
         )
+
+    def send(self, routing_id: bytes, message: AnyMessage) -> None:
+        if isinstance(message, RequestArrived):
+            self.invited.append(message.epoch)
+        else:
+            assert isinstance(message, Failed)
+            self.refused.append((message.epoch, message.code))
+
+    def is_connected(self, routing_id: bytes) -> bool:
+        return True
+
+    def peer(self, registration: Registration) -> DecodePeer:
+        """The decode node in this registration; the socket below it is this object."""
+        if registration not in self.peers:
+            manifest = make_manifest("decode", incarnation=registration.decode)
+            heartbeat = Heartbeat(10.0, self.now)
+            self.peers[registration] = DecodePeer(registration, manifest, b"D", heartbeat, self)
+        return self.peers[registration]
 
     def http(self) -> Any:
         return self.routed_rooms.submit(ASKED)
@@ -56,7 +68,7 @@ class Halves:
         return caught.value.code
 
     def decode(self, epoch: int, registration: Registration = NOW) -> None:
-        self.routed_rooms.heard(waiting(epoch, registration))
+        self.routed_rooms.on_waiting(self.peer(registration), waiting(epoch, registration))
 
     def decode_ends(self, epoch: int) -> None:
         self.routed_rooms.given_up(RoomKey(ROOM, epoch, NOW.decode), GONE)
@@ -148,7 +160,7 @@ def test_half_a_room_ends_by_the_deadline_on_either_side() -> None:
         halves.decode(1)
         halves.routed_rooms.tick()
     assert halves.refused == [(1, "deadline")], "a sign of life does not bring the request"
-    assert halves.routed_rooms.n_lonely == 0
+    assert halves.routed_rooms.n_decode == 0
 
 
 def test_a_late_copy_of_an_earlier_waiting_changes_nothing() -> None:
@@ -174,81 +186,13 @@ def test_another_decode_node_does_not_get_the_room() -> None:
     assert (halves.refused[1:], halves.invited) == ([(6, "duplicate_room")], [1])
 
 
-def test_what_waited_in_a_registration_that_is_over_is_told_anew() -> None:
+def test_what_waited_in_a_registration_that_is_over_is_sent_anew() -> None:
     later = NOW._replace(number=2)
     halves = Halves()
     halves.decode(1)
-    halves.routed_rooms.lost(NOW)
-    assert halves.routed_rooms.n_lonely == 0
+    halves.routed_rooms.on_lost(halves.peer(NOW))
+    assert halves.routed_rooms.n_decode == 0
     halves.http()
     assert halves.invited == []
     halves.decode(1, later)
     assert halves.invited == [1]
-
-
-# --- the decode node's side -------------------------------------------------------------------------------------------
-
-
-class FakeLink:
-    address = "127.0.0.1:1"
-    reason = "simulated"
-    coming_back = True
-
-    def __init__(self) -> None:
-        self.registration: Registration | None = NOW
-        self.sent: list[AnyMessage] = []
-
-    def send(self, message: AnyMessage) -> None:
-        self.sent.append(message)
-
-
-def waiting_work(link: FakeLink) -> Any:
-    asked: GenerationRequest = ASKED
-    return SimpleNamespace(key=RoomKey(ROOM, 3, NOW.decode), link=link, request=asked)
-
-
-def test_a_waiting_room_is_told_at_once_every_second_and_in_every_registration() -> None:
-    link, now = FakeLink(), [0.0]
-    rooms, work = DecodeRoutedRooms(PAIR_S, clock=lambda: now[0]), waiting_work(link)
-    for now[0] in (0.0, TELL_S / 2, TELL_S, TELL_S + 0.1):
-        assert rooms.tick([work]) == []
-    assert link.sent == [waiting(3)] * 2
-    assert rooms.request_arrived(work.key)
-    assert rooms.is_paired(work)
-    link.registration = None
-    assert rooms.tick([work]) == [], "the peer comes back"
-    assert not rooms.is_paired(work)
-    link.registration = later = NOW._replace(number=2)
-    assert rooms.tick([work]) == []
-    assert link.sent[2:] == [waiting(3, later)]
-    assert not rooms.is_paired(work), "that was said in another registration"
-    rooms.given_up(work, "bye")
-    assert link.sent[3:] == [Abort(**room_ids(later, ROOM, 3), reason="bye")]
-    assert not rooms.request_arrived(work.key)
-
-
-@pytest.mark.parametrize("is_paired", [False, True])
-def test_a_waiting_room_without_its_other_half_ends_by_the_deadline(is_paired: bool) -> None:
-    link, now = FakeLink(), [0.0]
-    rooms, work = DecodeRoutedRooms(PAIR_S, clock=lambda: now[0]), waiting_work(link)
-    rooms.tick([work])
-    if is_paired:
-        rooms.request_arrived(work.key)
-    now[0] = PAIR_S + 0.1
-    ended = rooms.tick([work])
-    assert len(ended) == (not is_paired), "a room that waits for memory alone has no such deadline"
-    for _, failure in ended:
-        assert (failure.code, failure.kind) == ("deadline", "deadline")
-        assert f"room {ROOM}" in failure.reason
-
-
-def test_a_waiting_room_ends_when_its_prefill_node_has_restarted_or_is_gone() -> None:
-    link = FakeLink()
-    rooms, work = DecodeRoutedRooms(PAIR_S), waiting_work(link)
-    rooms.tick([work])
-    link.registration = NOW._replace(prefill="e" * 32, number=2)
-    ((_, failure),) = rooms.tick([work])
-    assert failure.code == "peer_lost"
-    link.registration, link.coming_back = None, False
-    ((_, failure),) = rooms.tick([work])
-    assert (failure.code, failure.kind) == ("no_prefill", "unavailable")

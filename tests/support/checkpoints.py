@@ -5,12 +5,12 @@ elsewhere.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tiny.model import official_tensors
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 BUNDLED = Path(__file__).parents[2] / "server" / "assets" / "tiny-dsv4"
@@ -87,62 +87,13 @@ def write_checkpoint(
             tensor.copy_(0.5 * torch.randn_like(tensor))
         else:
             tensor.copy_(torch.randn_like(tensor) * 1.5 / tensor.shape[-1] ** 0.5)
-    tensors = official_tensors(model)
+    tensors = official_tensors(model, model.state_dict())
     if draft:
         raw["num_nextn_predict_layers"] = 1
         tensors |= draft_tensors(tensors, raw)
     save_official(path, tensors, shards)
     (path / "config.json").write_text(json.dumps(raw))
     return model
-
-
-_RENAMES = (
-    (r"^model\.", ""),
-    (r"^lm_head\.", "head."),
-    (r"^embed_tokens\.", "embed."),
-    (r"^hc_head\.hc_(\w+)$", r"hc_head_\1"),
-    (r"\.(attn|ffn)_hc\.(fn|base|scale)$", r".hc_\1_\2"),
-    (r"\.input_layernorm\.", ".attn_norm."),
-    (r"\.post_attention_layernorm\.", ".ffn_norm."),
-    (r"\.self_attn\.compressor\.indexer\.(kv_proj|gate_proj|position_bias|kv_norm)", r".attn.indexer.compressor.\1"),
-    (r"\.self_attn\.compressor\.indexer\.q_b_proj\.", ".attn.indexer.wq_b."),
-    (r"\.self_attn\.compressor\.indexer\.scorer\.", ".attn.indexer."),
-    (r"\.self_attn\.", ".attn."),
-    (r"compressor\.kv_proj\.", "compressor.wkv."),
-    (r"compressor\.gate_proj\.", "compressor.wgate."),
-    (r"compressor\.position_bias$", "compressor.ape"),
-    (r"compressor\.kv_norm\.", "compressor.norm."),
-    (r"\.q_a_proj\.", ".wq_a."),
-    (r"\.q_b_proj\.", ".wq_b."),
-    (r"\.q_a_norm\.", ".q_norm."),
-    (r"\.attn\.kv_proj\.", ".attn.wkv."),
-    (r"\.o_([ab])_proj\.", r".wo_\1."),
-    (r"\.attn\.sinks$", ".attn.attn_sink"),
-    (r"\.mlp\.", ".ffn."),
-    (r"\.gate\.e_score_correction_bias$", ".gate.bias"),
-    (r"shared_experts\.gate_proj\.", "shared_experts.w1."),
-    (r"shared_experts\.up_proj\.", "shared_experts.w3."),
-    (r"shared_experts\.down_proj\.", "shared_experts.w2."),
-)
-
-
-def official_tensors(model: DeepseekV4ForCausalLM) -> dict[str, torch.Tensor]:
-    """The weights of a transformers model under the official checkpoint's keys."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        for pattern, replacement in _RENAMES:
-            name = re.sub(pattern, replacement, name)
-        if name.endswith("experts.gate_up_proj"):
-            stem = name.removesuffix("gate_up_proj")
-            for e, both in enumerate(tensor):
-                w1, w3 = both.chunk(2)
-                tensors |= {f"{stem}{e}.w1.weight": w1.clone(), f"{stem}{e}.w3.weight": w3.clone()}
-        elif name.endswith("experts.down_proj"):
-            stem = name.removesuffix("down_proj")
-            tensors |= {f"{stem}{e}.w2.weight": w2.clone() for e, w2 in enumerate(tensor)}
-        else:
-            tensors[name] = tensor.contiguous()
-    return tensors
 
 
 def draft_tensors(backbone: dict[str, torch.Tensor], raw: dict[str, Any]) -> dict[str, torch.Tensor]:

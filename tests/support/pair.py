@@ -35,6 +35,7 @@ from server.transfer.engines.mooncake import MooncakeEngine
 from server.transfer.manifest import ModelIdentity
 from server.transfer.metrics import NodeMetrics
 from server.transfer.rooms import Deadlines
+from tests.support.waiting import until
 
 SAME = ModelIdentity("model", "tokenizer", "float32")
 Specs = tuple[ComponentSpec, ...]
@@ -163,9 +164,7 @@ class Pair:
 
     async def settled(self, timeout_s: float = 20.0) -> None:
         """Waits until every slot and page of both nodes is free again."""
-        async with asyncio.timeout(timeout_s):
-            while not (self.p.all_free and self.d.all_free):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: self.p.all_free and self.d.all_free, timeout_s, "every slot and page is free")
 
 
 async def answer(node: DecodeNode, request: GenerationRequest) -> tuple[list[TokenOutput], RouteInfo]:
@@ -251,9 +250,8 @@ async def running_pair(
 
 async def registered(decode: DecodeNode, timeout_s: float = 20.0) -> None:
     """Waits until a decode node has a peer (or has been refused by one)."""
-    async with asyncio.timeout(timeout_s):
-        while not any(peer["state"] in ("registered", "refused") for peer in peers_of(decode)):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    known = ("registered", "refused")
+    await until(lambda: any(peer["state"] in known for peer in peers_of(decode)), timeout_s, "a peer is known")
 
 
 def peers_of(decode: DecodeNode) -> list[dict[str, Any]]:

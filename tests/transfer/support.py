@@ -20,14 +20,20 @@ LOOPBACK = TransportIdentity("loopback", "1", "memory")
 
 
 def make_geometry(
-    *, slots: int = 5, pages: int = 17, extra_rows: int = 0, draft: bool = False, page_size: int = PAGE_SIZE
+    *,
+    slots: int = 5,
+    pages: int = 17,
+    extra_rows: int = 0,
+    draft: bool = False,
+    page_size: int = PAGE_SIZE,
+    dtype: str = "float32",
 ) -> CacheGeometry:
-    """``extra_rows`` lengthens every ring, as a peer that drafts would."""
+    """2 CSA layers, 1 HCA layer, 4 in all. ``extra_rows`` lengthens every ring, as a peer that drafts would."""
     specs = [
-        ComponentSpec("c4_kv", Scope.PAGE, 4, (1, 3), 8, "float32"),
-        ComponentSpec("c4_index", Scope.PAGE, 4, (1, 3), 4, "float32"),
-        ComponentSpec("c128_kv", Scope.PAGE, 128, (2,), 8, "float32"),
-        ComponentSpec("swa", Scope.SLOT, 1, (0, 1, 2, 3), 8, "float32", ring=WINDOW + extra_rows),
+        ComponentSpec("c4_kv", Scope.PAGE, 4, (1, 3), 8, dtype),
+        ComponentSpec("c4_index", Scope.PAGE, 4, (1, 3), 4, dtype),
+        ComponentSpec("c128_kv", Scope.PAGE, 128, (2,), 8, dtype),
+        ComponentSpec("swa", Scope.SLOT, 1, (0, 1, 2, 3), 8, dtype, ring=WINDOW + extra_rows),
         ComponentSpec("c4_state_a", Scope.SLOT, 1, (1, 3), 16, "float32", ring=8 + extra_rows),
         ComponentSpec("c4_state_b", Scope.SLOT, 1, (1, 3), 16, "float32", ring=8 + extra_rows),
         ComponentSpec("c4_index_state_a", Scope.SLOT, 1, (1, 3), 8, "float32", ring=8 + extra_rows),
@@ -35,8 +41,8 @@ def make_geometry(
         ComponentSpec("c128_state", Scope.SLOT, 1, (2,), 16, "float32", ring=128 + extra_rows),
     ]
     if draft:
-        specs.append(ComponentSpec("draft_swa", Scope.SLOT, 1, (4,), 8, "float32", ring=WINDOW + extra_rows))
-    specs.append(handoff_spec(2, 8, "float32"))
+        specs.append(ComponentSpec("draft_swa", Scope.SLOT, 1, (4,), 8, dtype, ring=WINDOW + extra_rows))
+    specs.append(handoff_spec(2, 8, dtype))
     return CacheGeometry(page_size, pages, slots, WINDOW, extra_rows, tuple(specs))
 
 

@@ -10,7 +10,6 @@ import pytest
 from cluster import ROOT
 from fault_cases import main as faults
 from fault_cases.catalog import ENTRIES, find, table
-from fault_cases.documents import REPORTS
 from fault_cases.stage import Silent, Stage, stage
 from rich.console import Console
 
@@ -37,7 +36,7 @@ def test_every_entry_is_staged_or_tested_or_explained() -> None:
 
 
 def test_the_table_in_the_documents_is_that_of_the_list() -> None:
-    assert REPORTS.read() == table(), "run scripts/faults.py history"
+    assert faults.REPORTS.read() == table(), "run scripts/faults.py history"
 
 
 @pytest.mark.parametrize("arguments", [["run"], ["run", "sgl-0"], ["all", "sgl-24878"], ["burn"]])

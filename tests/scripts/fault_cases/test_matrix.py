@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from fault_cases import matrix
-from fault_cases.documents import DETECTORS
 from fault_cases.matrix import COMPONENTS, DAMAGES, NONE, PLACES, Case, Matrix, cases, first_table, second_table
 
 from server.faults.spec import FaultKind, Place
@@ -13,7 +12,7 @@ from server.transfer.checks import Check
 
 def documented() -> list[list[str]]:
     """The rows of both tables in docs/failures.md."""
-    first, _, second = DETECTORS.read().partition("Each check switched off")
+    first, _, second = matrix.DETECTORS.read().partition("Each check switched off")
     rows = [[row for row in part.splitlines() if row.startswith("| ")] for part in (first, second)]
     return [part[1:] for part in rows]
 

@@ -24,7 +24,7 @@ from evaluation.questions import (
 )
 from evaluation.report import Run, as_json, differences
 
-from tests.scripts.fake_endpoint import Script, serving
+from tests.scripts.evaluation.fake_endpoint import Script, serving
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from benchmark.measurement import BenchFailed, Measurement, Stream, decode_rate
 
 pytestmark = pytest.mark.processes
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "bench.py"
 
 
 def stream(*times_s: float) -> Stream:
