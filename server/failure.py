@@ -87,7 +87,6 @@ _CODES = {
         "node_died",
         "not_alive",
         "not_ready",
-        "not_running",
         "overloaded",
         "room_forgotten",
         "shutting_down",

@@ -7,7 +7,7 @@ import threading
 import time
 
 _SETTLE_S = 0.5
-"""Until whoever was told to let go of memory has done so."""
+"""Time for others to release the memory that they were asked to."""
 _is_coming = threading.Event()
 
 

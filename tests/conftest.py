@@ -17,7 +17,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and every process inherits that
+# Under nohup, or in the background of a script, these are ignored, and every process that a test starts inherits that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")

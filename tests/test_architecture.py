@@ -29,7 +29,14 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.engine": ("server.engine", "server.model", "server.cache", "server.failure"),
     "server.transfer": ("server.transfer", "server.cache", "server.failure", "server.memory"),
     "server.faults": ("server.faults", "server.transfer", "server.cache"),
-    "server.api": ("server.api", "server.engine.request", "server.failure", "server.memory", "server.threads"),
+    "server.api": (
+        "server.api",
+        "server.engine.request",
+        "server.engine.tokenizer_process",
+        "server.failure",
+        "server.memory",
+        "server.threads",
+    ),
     "server.node": (
         "server.node",
         "server.engine",

@@ -34,7 +34,7 @@ LAYOUT = ROOT / "docs" / "layout.md"
 FOLDERS = ("server", "scripts", "tests", "docs", "docker")
 ROUTER_OPTIONS = {"--pd-disaggregation", "--decode"}
 """Of the router's command line, which is not ours."""
-MOST_LINES_TO_FOLLOW_A_REQUEST = 1500
+MOST_LINES_TO_FOLLOW_A_REQUEST = 1600
 PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "launch_prefill": prefill_launch.main,
     "launch_decode": decode_launch.main,

@@ -1,6 +1,7 @@
 """The OpenAI-compatible HTTP API: request schemas, routes, streaming, errors, health and metrics.
 
-Imports only ``server.engine.request``; what it serves is a ``Backend`` that the launchers hand to :func:`create_app`.
+Knows of the engine only ``server.engine.request``; what it serves is a ``Backend`` that the launchers hand to
+:func:`create_app`.
 """
 
 from server.api.app import create_app

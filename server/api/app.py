@@ -15,14 +15,12 @@ from server.api.chat import chat_router
 from server.api.completions import completions_router
 from server.api.errors import install_error_handlers
 from server.api.info import info_router, models_router
-from server.api.lanes import Lane, LaneLimits
+from server.api.lanes import Lanes
 from server.api.middleware import ApiKey, HeadAsGet, ResponseCount, WholeBody
 from server.api.request_id import RequestId
 from server.api.streaming import StreamTimes
 from server.api.tokenizing import PromptReader
 from server.engine.request import Backend
-
-BODIES = LaneLimits(max_waiting=256)
 
 
 def create_app(
@@ -33,23 +31,25 @@ def create_app(
     api_key: str | None = None,
     cors_origins: Sequence[str] = (),
     stream_times: StreamTimes = StreamTimes(),  # noqa: B008 - frozen
+    lanes: Lanes | None = None,
 ) -> FastAPI:
     """The routes for ``backend``. Those of a prefill node are the same; it refuses requests that name no room.
 
     ``registry`` is what ``/metrics`` shows; the count of HTTP answers is added to it, so it takes one app.
     ``api_key`` is what clients must send, if any. Browsers may use it from pages of ``cors_origins`` (``*``: of any).
-    What a client may cost is limited below the app, see :mod:`server.api.http_protocol`.
+    What a client may cost is limited below the app, see :mod:`server.api.http_protocol`. ``lanes``, which the app
+    closes at its end, are where long work waits.
     """
-    bodies = Lane("read body", BODIES)
-    reader = PromptReader(backend.tokenizer, lambda: backend.max_context)
+    lanes = lanes or Lanes()
+    reader = PromptReader(backend, lanes)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         starting = asyncio.create_task(reader.start(), name="start tokenizing")
         yield
         await starting
-        await reader.close()
-        bodies.close()
+        reader.close()
+        lanes.close()
 
     app = FastAPI(
         title="dsv4-pd-server",
@@ -75,7 +75,7 @@ def create_app(
             expose_headers=["*"],
         )
     app.add_middleware(RequestId)
-    route_class = bounded_route(bodies, lambda: backend.max_context)
+    route_class = bounded_route(lanes.bodies, backend)
     app.include_router(info_router(backend, registry))
     app.include_router(models_router(backend))
     app.include_router(completions_router(backend, reader, route_class))

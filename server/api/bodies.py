@@ -5,58 +5,73 @@ from __future__ import annotations
 import email.message
 import json
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from starlette.requests import ClientDisconnect
 
-from server.api.errors import ClientDisconnected, InvalidRequest
+from server.api.errors import InvalidRequest
 from server.api.lanes import Lane
 from server.api.streaming import until_disconnect
+from server.engine.request import Backend
 
-MAX_DEPTH = 64
-"""Lists and objects inside each other."""
-MAX_CONTAINERS = 1 << 15
-"""Lists and objects in one body: a conversation of the most messages, each with a list of parts, has a third."""
-MAX_STRINGS = 1 << 16
-"""Strings in one body, keys included."""
 MIN_MAX_VALUES = 1 << 19
-"""Elements in one body, or as many as the context and some more where that is longer: each is an object for a while."""
+"""Elements that a body may have whatever the context is."""
 INLINE_NBYTES = 1 << 14
 """Smaller bodies are read in the event loop, in well under a millisecond."""
 _STRUCTURE = b'"{}[],'
 _TEXT = bytes(byte for byte in range(256) if byte not in _STRUCTURE)
 
 
-def check_structure(body: bytes, max_values: int) -> None:
+@dataclass(frozen=True)
+class StructureLimits:
+    """What one body may consist of."""
+
+    max_values: int
+    """Elements: each is an object for a while."""
+    max_depth: int = 64
+    """Lists and objects inside each other."""
+    max_containers: int = 1 << 15
+    """Lists and objects: a conversation of the most messages, each with a list of parts, has a third."""
+    max_strings: int = 1 << 16
+    """Strings, keys included."""
+
+    @classmethod
+    def for_context(cls, max_context: int) -> StructureLimits:
+        """A prompt may fill the context with token ids, and there may be some more elements."""
+        return cls(max_values=max(MIN_MAX_VALUES, max_context + cls.max_strings))
+
+
+def check_structure(body: bytes, limits: StructureLimits) -> None:
     """Bounds what reading ``body`` can cost, whatever it is: a few passes at the speed of ``memchr``.
 
-    :raises InvalidRequest: 400 with both numbers. Broken JSON may pass; the parser will tell.
+    :raises InvalidRequest: 400 with both numbers. Broken JSON may pass; the parser will refuse it.
     """
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _TEXT)
-    n_strings = bare.count(b'"') // 2
-    if n_strings > MAX_STRINGS:
-        raise _too_many("strings", n_strings, MAX_STRINGS)
+    _check_number("strings", bare.count(b'"') // 2, limits.max_strings)
     outside = b"".join(bare.split(b'"')[::2])
     n_containers = outside.count(b"[") + outside.count(b"{")
-    n_values = outside.count(b",") + n_containers
-    if n_values > max_values:
-        raise _too_many("elements", n_values, max_values)
-    if n_containers > MAX_CONTAINERS:
-        raise _too_many("lists and objects", n_containers, MAX_CONTAINERS)
+    _check_number("elements", outside.count(b",") + n_containers, limits.max_values)
+    _check_number("lists and objects", n_containers, limits.max_containers)
     depth = deepest = 0
     for byte in outside.replace(b",", b"")[: 2 * n_containers]:  # more can only be brackets that close nothing
         depth += 1 if byte in b"[{" else -1
         deepest = max(deepest, depth)
-    if deepest > MAX_DEPTH:
-        raise InvalidRequest(None, f"The body has {deepest} lists and objects inside each other: at most {MAX_DEPTH}.")
+    if deepest > limits.max_depth:
+        message = f"The body has {deepest} lists and objects inside each other: at most {limits.max_depth}."
+        raise InvalidRequest(None, message)
 
 
-def parse_json(body: bytes, max_values: int) -> Any:
+def _check_number(what: str, n: int, most: int) -> None:
+    if n > most:
+        raise InvalidRequest(None, f"The body has {n} {what}: at most {most} are taken.", code="too_many_elements")
+
+
+def parse_json(body: bytes, limits: StructureLimits) -> Any:
     """:raises InvalidRequest: 400, the body is no JSON or has too many parts."""
-    check_structure(body, max_values)
+    check_structure(body, limits)
     try:
         return json.loads(body.decode("utf-8-sig"))  # in no other encoding are the counted bytes the characters
     except json.JSONDecodeError as error:
@@ -65,10 +80,10 @@ def parse_json(body: bytes, max_values: int) -> Any:
         raise InvalidRequest(None, f"The body is not valid JSON: {error}", code="invalid_json") from error
 
 
-def bounded_route(lane: Lane, max_context: Callable[[], int]) -> type[APIRoute]:
+def bounded_route(lane: Lane, backend: Backend) -> type[APIRoute]:
     """The class of routes whose JSON body is bounded, and read in ``lane`` if it is large.
 
-    A body may have ``max_context()`` token ids, in tokens, and more.
+    A body may have as many token ids as the context of ``backend``, and more.
     """
 
     class BoundedRoute(APIRoute):
@@ -78,15 +93,12 @@ def bounded_route(lane: Lane, max_context: Callable[[], int]) -> type[APIRoute]:
             async def bounded(request: Request) -> Response:
                 if not _is_json(request):
                     return await handle(request)
-                try:
-                    body = b"".join([chunk async for chunk in request.stream()])
-                except ClientDisconnect as error:
-                    raise ClientDisconnected from error
-                nbytes, max_values = len(body), max(MIN_MAX_VALUES, max_context() + MAX_STRINGS)
+                body = b"".join([chunk async for chunk in request.stream()])
+                nbytes, limits = len(body), StructureLimits.for_context(backend.max_context)
                 if nbytes <= INLINE_NBYTES:
-                    value = parse_json(body, max_values) if body else None
+                    value = parse_json(body, limits) if body else None
                 else:
-                    read = lane.run(nbytes, partial(parse_json, body, max_values))
+                    read = lane.run(nbytes, partial(parse_json, body, limits))
                     value = await until_disconnect(request.receive, read)
                 del body  # the answer may take minutes
                 return await handle(ParsedRequest(request, value, nbytes))
@@ -124,7 +136,3 @@ def _is_json(request: Request) -> bool:
     message["content-type"] = request.headers.get("content-type", "")
     subtype = message.get_content_subtype()
     return message.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
-
-
-def _too_many(what: str, n: int, most: int) -> InvalidRequest:
-    return InvalidRequest(None, f"The body has {n} {what}: at most {most} are taken.", code="too_many_elements")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
+from server.api.answers import Answer, Writer, finite, token_key
 from server.api.bodies import body_nbytes
 from server.api.errors import InvalidRequest
 from server.api.fields import ignored_fields, ignored_header
-from server.api.generations import Answer
-from server.api.logprobs import chat_entry
-from server.api.requests import check_model, check_shape, serve
+from server.api.requests import check_request, serve
 from server.api.schemas import ChatCompletionRequest
 from server.api.streaming import WHOLE_OR_STREAMED, until_disconnect
 from server.api.tokenizing import PromptReader
@@ -30,43 +29,30 @@ def chat_router(backend: Backend, reader: PromptReader, route_class: type[APIRou
     @router.post("/v1/chat/completions", response_model=None, responses=WHOLE_OR_STREAMED)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation, spelt by the model directory's own chat template."""
-        check_model(backend, body.model)
-        check_shape(backend, body, 1)
-        ignored = [*body.ignored, *fields_without_effect(body, backend.tokenizer.template_reads)]
-        check_roles(body, backend.tokenizer)
-        messages = [message.for_template() for message in body.messages]
+        rooms = check_request(backend, body, 1)
+        ignored = [*body.ignored, *check_template(body, backend.tokenizer)]
         chat = reader.read_chat(
-            messages,
+            [message.for_template() for message in body.messages],
             body.chat_template_kwargs or {},
             add_generation_prompt=body.add_generation_prompt,
             body_nbytes=body_nbytes(request),
         )
-        prompt = await until_disconnect(request.receive, chat)
-        writer = ChatWriter(backend.tokenizer)
-        response = await serve(request, backend, body, [prompt], writer, prompt_field="messages")
+        prompts = [await until_disconnect(request.receive, chat)]
+        writer = ChatWriter(backend, prompts)
+        response = await serve(request, backend, body, prompts, rooms, writer, prompt_field="messages")
         response.headers.update(ignored_header(ignored))
         return response
 
     return router
 
 
-def check_roles(body: ChatCompletionRequest, tokenizer: TokenizerLike) -> None:
-    """Refuses a role that the chat template does not tell from the others.
-
-    :raises InvalidRequest: what such a message says would stand in the prompt as if the user had said it.
-    """
-    for role in {message.role for message in body.messages}:
-        if not tokenizer.template_knows_role(role):
-            message = f"messages: the chat template of this model does not know the role {role[:60]!r}."
-            raise InvalidRequest("messages", message, code="unknown_role")
-
-
-def fields_without_effect(body: ChatCompletionRequest, template_reads: Callable[[str], bool]) -> list[str]:
+def check_template(body: ChatCompletionRequest, tokenizer: TokenizerLike) -> list[str]:
     """What the request says to a chat template that does not read it, the first few names.
 
-    :raises InvalidRequest: an answer that leaves it out is not the answer to this conversation.
+    :raises InvalidRequest: an answer that leaves it out is not the answer to this conversation; or a role that the
+        template does not tell from the others: such a message would stand in the prompt as if the user had said it.
     """
-    if not body.add_generation_prompt and not template_reads("add_generation_prompt"):
+    if not body.add_generation_prompt and not tokenizer.template_reads("add_generation_prompt"):
         raise InvalidRequest(
             "add_generation_prompt",
             "add_generation_prompt: false is not supported: the chat template of this model does not read it.",
@@ -74,26 +60,30 @@ def fields_without_effect(body: ChatCompletionRequest, template_reads: Callable[
         )
     extra = {name: value for message in body.messages for name, value in (message.model_extra or {}).items() if value}
     for name in _CALLS & extra.keys():
-        if not template_reads(name):
+        if not tokenizer.template_reads(name):
             raise InvalidRequest(
                 "messages",
                 f"messages: {name} is not supported: the chat template of this model does not read it.",
                 code="unsupported",
             )
+    for role in {message.role for message in body.messages}:
+        if not tokenizer.template_knows_role(role):
+            message = f"messages: the chat template of this model does not know the role {role[:60]!r}."
+            raise InvalidRequest("messages", message, code="unknown_role")
     kwargs = ignored_fields(body.chat_template_kwargs or {}, (), "chat_template_kwargs.")
     names = [*kwargs, *ignored_fields(extra, (), "messages.")]
-    return [name for name in names if not template_reads(name.rpartition(".")[2])]
+    return [name for name in names if not tokenizer.template_reads(name.rpartition(".")[2])]
 
 
-class ChatWriter:
+class ChatWriter(Writer):
     """Choices of ``chat.completion`` objects. A stream's first chunk for each choice carries the role alone."""
 
     id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: TokenizerLike) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, backend: Backend, prompts: Sequence[Sequence[int]]) -> None:
+        super().__init__(backend, prompts)
         self._begun: set[int] = set()
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
@@ -124,4 +114,17 @@ class ChatWriter:
         return choices
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        return {"content": [chat_entry(self._tokenizer, entry) for entry in entries]} if entries else None
+        if not entries:
+            return None
+        content = []
+        for entry in entries:
+            top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
+            content.append(self._token(entry.token_id, entry.logprob) | {"top_logprobs": top})
+        return {"content": content}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": token_key(self._tokenizer, token_id),
+            "logprob": finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }

@@ -9,14 +9,13 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
+from server.api.answers import Answer, Writer, finite, token_key
 from server.api.fields import ignored_header
-from server.api.generations import Answer
-from server.api.logprobs import finite, token_key
-from server.api.requests import check_model, check_shape, serve
+from server.api.requests import check_request, serve
 from server.api.schemas import CompletionRequest
 from server.api.streaming import WHOLE_OR_STREAMED, until_disconnect
 from server.api.tokenizing import PromptReader
-from server.engine.request import Backend, TokenizerLike, TokenLogprob, TokenOutput
+from server.engine.request import Backend, TokenLogprob, TokenOutput
 
 _REPLACEMENT = "\ufffd"
 
@@ -28,12 +27,11 @@ def completions_router(backend: Backend, reader: PromptReader, route_class: type
     @router.post("/v1/completions", response_model=None, responses=WHOLE_OR_STREAMED)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues each prompt."""
-        check_model(backend, body.model)
-        check_shape(backend, body, len(body.prompt))
+        rooms = check_request(backend, body, len(body.prompt))
         prompts = await until_disconnect(request.receive, reader.read(body.prompt, "prompt"))
         echoes = await until_disconnect(request.receive, _echoes(body, prompts, reader))
-        writer = CompletionWriter(backend.tokenizer, echoes)
-        response = await serve(request, backend, body, prompts, writer, prompt_field="prompt")
+        writer = CompletionWriter(backend, prompts, echoes)
+        response = await serve(request, backend, body, prompts, rooms, writer, prompt_field="prompt")
         response.headers.update(ignored_header(body.ignored))
         return response
 
@@ -74,18 +72,18 @@ class Echo:
         return text
 
 
-class CompletionWriter:
+class CompletionWriter(Writer):
     """Choices of ``text_completion`` objects. ``echoes`` are put before the text of each generation."""
 
     id_prefix = "cmpl-"
     object_name = "text_completion"
     chunk_object_name = "text_completion"
 
-    def __init__(self, tokenizer: TokenizerLike, echoes: Sequence[Echo]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, backend: Backend, prompts: Sequence[Sequence[int]], echoes: Sequence[Echo]) -> None:
+        super().__init__(backend, prompts)
         self._echoes = echoes
 
-    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+    def choice(self, index: int, answer: Answer | TokenOutput) -> dict[str, Any]:
         return {
             "index": index,
             "text": self._echoes[index].take(answer) + answer.text,
@@ -95,17 +93,8 @@ class CompletionWriter:
         }
 
     def chunk_choices(self, index: int, output: TokenOutput) -> list[dict[str, Any]]:
-        text = self._echoes[index].take(output) + output.text
-        if not text and not output.logprobs and output.finish_reason is None:
-            return []
-        choice = {
-            "index": index,
-            "text": text,
-            "logprobs": self._logprobs(index, output.logprobs),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
-        return [choice]
+        choice = self.choice(index, output)
+        return [choice] if choice["text"] or output.logprobs or output.finish_reason is not None else []
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not entries:

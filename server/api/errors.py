@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 
 from server.api.request_id import HEADER, current_request
@@ -30,6 +31,11 @@ class InvalidRequest(RequestFailed):
 
     def __init__(self, param: str | None, message: str, *, code: str = "invalid_value") -> None:
         super().__init__(Failure(code, message), param=param)
+
+
+def internal_error(error: Exception) -> RequestFailed:
+    """What a client reads of a bug: the type of ``error``, and nothing that it says."""
+    return RequestFailed(Failure("internal_error", f"Internal error: {type(error).__name__}."))
 
 
 class ClientDisconnected(Exception):
@@ -115,8 +121,7 @@ async def _on_validation_error(_request: Request, error: Exception) -> Response:
     first = errors[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "syntax error")
-        body = error_body(f"The body is not valid JSON: {reason}.", status=400, code="invalid_json")
-        return error_response(body, 400)
+        return failure_response(InvalidRequest(None, f"The body is not valid JSON: {reason}.", code="invalid_json"))
     if isinstance(error.body, bytes):
         message = "The body must be JSON, with the header Content-Type: application/json."
         return error_response(error_body(message, status=400, code="invalid_content_type"), 400)
@@ -124,7 +129,7 @@ async def _on_validation_error(_request: Request, error: Exception) -> Response:
     reasons = dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in errors if _param(e["loc"]) == param)
     reason = ", or: ".join(reasons)  # several where a field may have several types
     message = f"{param}: {reason}" if param else f"The body must be a JSON object: {reason}"
-    return error_response(error_body(message, status=400, code="invalid_value", param=param), 400)
+    return failure_response(InvalidRequest(param, message))
 
 
 def _param(location: Sequence[str | int]) -> str | None:
@@ -146,14 +151,13 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return error_response(body, error.status_code, _with_head(error.headers))
 
 
-def _with_head(headers: Mapping[str, str] | None) -> dict[str, str]:
+def _with_head(headers: Mapping[str, str] | None) -> Mapping[str, str]:
     """``headers``, where what may be asked for with GET may be with HEAD."""
-    told = dict(headers or {})
-    methods = [method.strip() for name, value in told.items() if name.lower() == "allow" for method in value.split(",")]
+    both = MutableHeaders(headers or {})
+    methods = [method.strip() for method in both.get("allow", "").split(",")]
     if "GET" in methods:
-        told = {name: value for name, value in told.items() if name.lower() != "allow"}
-        told["allow"] = ", ".join(dict.fromkeys([*methods, "HEAD"]))
-    return told
+        both["allow"] = ", ".join(dict.fromkeys([*methods, "HEAD"]))
+    return both
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:
@@ -162,5 +166,4 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed: %r", request.method, request.url.path, error)
-    body = error_body(f"Internal error: {type(error).__name__}.", status=500, code="internal_error")
-    return error_response(body, 500)
+    return failure_response(internal_error(error))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import TypeVar
 
 from server.api.request_id import current_request
 from server.engine.request import (
@@ -15,65 +14,11 @@ from server.engine.request import (
     Generation,
     GenerationRequest,
     RouteInfo,
-    TokenLogprob,
     TokenOutput,
 )
 from server.failure import Failure, RequestFailed
 
 T = TypeVar("T")
-
-
-@dataclass
-class Usage:
-    """Token counts of one HTTP request. A prompt that is sampled n times counts once.
-
-    ``draft_steps`` counts the steps that had drafted tokens: the mean accept length is ``1 + accepted / draft_steps``.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int = 0
-    draft_steps: int = 0
-    proposed: int = 0
-    accepted: int = 0
-
-    def add(self, output: TokenOutput) -> None:
-        self.completion_tokens += len(output.token_ids)
-        self.draft_steps += output.n_proposed > 0
-        self.proposed += output.n_proposed
-        self.accepted += output.n_accepted
-
-    def as_dict(self) -> dict[str, Any]:
-        """OpenAI's usage object; with speculation its details, and ``draft_steps`` beside them."""
-        usage: dict[str, Any] = {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-        }
-        if self.draft_steps:
-            usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": self.accepted,
-                "rejected_prediction_tokens": self.proposed - self.accepted,
-                "draft_steps": self.draft_steps,
-            }
-        return usage
-
-
-@dataclass
-class Answer:
-    """All outputs of one generation put together."""
-
-    text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    completes_prompt: bool = False
-
-    def add(self, output: TokenOutput) -> None:
-        self.text += output.text
-        self.completes_prompt |= output.completes_prompt
-        self.logprobs.extend(output.logprobs)
-        self.finish_reason = output.finish_reason
-        self.stop_reason = output.stop_reason
 
 
 class Generations:
@@ -104,10 +49,24 @@ class Generations:
             self._open.popitem()[1].abort()
 
     @property
-    def routes(self) -> list[RouteInfo] | None:
-        """Who computed each prompt; None while one of them is not committed here, as far as :meth:`outputs` knows."""
-        known = [route for route in self._routes if route is not None]
-        return known if len(known) == len(self._routes) else None
+    def route_headers(self) -> dict[str, str]:
+        """``x-pd-prefill``: who computed the prompts (each once); ``x-pd-room``: one room for every generation, if any;
+        ``x-pd-draft-state``: with speculation, where the draft's window came from. ``x-pd-retries``: how often a prompt
+        was computed by another prefill node because one had failed, if ever. Nothing while one of the prompts is not
+        committed here, as far as :meth:`outputs` knows.
+        """
+        routes = [route for route in self._routes if route is not None]
+        if len(routes) < len(self._routes):
+            return {}
+        headers = {"x-pd-prefill": ",".join(dict.fromkeys(route.prefill for route in routes))}
+        rooms = [str(route.room) for route in routes if route.room is not None]
+        if rooms:
+            headers["x-pd-room"] = ",".join(rooms)
+        if states := dict.fromkeys(route.draft_state for route in routes if route.draft_state is not None):
+            headers["x-pd-draft-state"] = ",".join(states)
+        if n_retries := sum(route.n_retries for route in routes):
+            headers["x-pd-retries"] = str(n_retries)
+        return headers
 
     async def outputs(self) -> AsyncGenerator[tuple[int, TokenOutput]]:
         """Every generation's outputs with its index, as they come, until all have ended. Close it after use.
@@ -136,8 +95,9 @@ class Generations:
             except Exception as error:  # noqa: BLE001 - raised again by the reader below
                 await queue.put((index, error))
 
-        n_running, patience_s = len(self._open), first_s
-        async with _cancelled_at_the_end([follow(index, generation) for index, generation in self._open.items()]):
+        tasks = [asyncio.create_task(follow(index, generation)) for index, generation in self._open.items()]
+        n_running, patience_s = len(tasks), first_s
+        try:
             while n_running:
                 found = await _within(patience_s, queue)
                 patience_s = then_s
@@ -153,12 +113,14 @@ class Generations:
                 if output.finish_reason is not None:
                     self._open.pop(index, None)
                 yield index, output
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _within(seconds: float | None, queue: asyncio.Queue[T]) -> T | None:
     """The queue's next item; None if nothing comes within ``seconds`` (None: waits for ever)."""
-    if seconds is None or not queue.empty():
-        return await queue.get()
     try:
         async with asyncio.timeout(seconds):
             return await queue.get()
@@ -183,15 +145,3 @@ async def _to_the_end(generation: Generation) -> AsyncIterator[TokenOutput]:
         if output.finish_reason is not None:
             return
     raise RequestFailed(Failure("incomplete", "The generation ended without a finish reason."))
-
-
-@asynccontextmanager
-async def _cancelled_at_the_end(work: Sequence[Coroutine[Any, Any, T]]) -> AsyncIterator[list[asyncio.Task[T]]]:
-    """Runs ``work`` side by side; whatever is still running at the end of the block is cancelled and waited for."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in work]
-    try:
-        yield tasks
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,12 +10,12 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from server.api.http_limits import SMALL_BODY_NBYTES, HttpLimits, Refusal, too_many_bodies, too_many_connections
+from server.api.http_limits import SMALL_BODY_NBYTES, HttpLimits, Refusal
 from server.memory import give_back_soon
 
 logger = logging.getLogger(__name__)
 
-_TELL_EVERY_S = 10.0
+_LOG_EVERY_S = 10.0
 _OTHER_FILES = 512
 """Open files of a node beside its HTTP connections: control connections, Mooncake's sockets, logs."""
 _TRIM_NBYTES = 16 << 20
@@ -63,7 +63,7 @@ class ConnectionManager:
         self._growing: dict[Connection, None] = {}
         """Connections whose bodies are large and incomplete, the oldest first."""
         self._held_nbytes = self._most_held_nbytes = 0
-        self._told_at = -_TELL_EVERY_S
+        self._logged_at = -_LOG_EVERY_S
         self._refusals = Counter(
             "pd_http_refused",
             "HTTP requests and connections cut off at a limit, by reason.",
@@ -84,7 +84,7 @@ class ConnectionManager:
         if is_full and oldest is not None:
             oldest.give_way()
         elif is_full:
-            connection.refuse(too_many_connections(self.limits))
+            connection.refuse(self.limits.refusal("too_many_connections"))
 
     def closed(self, connection: Connection) -> None:
         self._open.discard(connection)
@@ -100,13 +100,14 @@ class ConnectionManager:
         """The head of a request has come on ``connection``."""
         self._waiting.pop(connection, None)
 
-    def hold(self, connection: Connection, body: Body) -> Refusal | None:
-        """Counts what ``body`` has grown by. Where there is no memory left the oldest incomplete body is refused; if
-        that is this one, what to refuse it with.
+    def hold(self, connection: Connection, body: Body) -> None:
+        """Counts what ``body`` has grown by. Where there is no memory left the oldest incomplete body is refused.
+
+        :raises Refusal: it is this one.
         """
         growth = max(0, body.nbytes - body.free_nbytes) - body.held_nbytes
         if growth <= 0:
-            return None
+            return
         body.held_nbytes += growth
         self._held_nbytes += growth
         self._most_held_nbytes = max(self._most_held_nbytes, self._held_nbytes)
@@ -114,10 +115,9 @@ class ConnectionManager:
         while self._held_nbytes > self.limits.max_held_body_nbytes:
             oldest = next(iter(self._growing))
             if oldest is connection:
-                return too_many_bodies(self.limits)
-            oldest.refuse(too_many_bodies(self.limits))
+                raise self.limits.refusal("too_many_bodies")
+            oldest.refuse(self.limits.refusal("too_many_bodies"))
             self._growing.pop(oldest, None)  # one whose client has just gone refuses nothing
-        return None
 
     def body_ended(self, connection: Connection) -> None:
         """The body of ``connection`` is complete, or nobody wants the rest."""
@@ -138,13 +138,13 @@ class ConnectionManager:
         if len(self._refused) > self.limits.max_refused:
             next(iter(self._refused)).give_way()
 
-    def count_refusal(self, reason: str, message: str) -> None:
+    def count_refusal(self, refusal: Refusal) -> None:
         """Counts a refusal, and logs one from time to time: a client must not be able to fill the log."""
-        self._refusals.labels(reason=reason).inc()
+        self._refusals.labels(reason=refusal.code).inc()
         now = time.monotonic()
-        if now - self._told_at >= _TELL_EVERY_S:
-            self._told_at = now
-            logger.warning("HTTP: %s (%s; pd_http_refused_total counts all of them)", message, reason)
+        if now - self._logged_at >= _LOG_EVERY_S:
+            self._logged_at = now
+            logger.warning("HTTP: %s (%s; pd_http_refused_total counts all of them)", refusal.message, refusal.code)
 
 
 def allow_open_files(max_connections: int) -> None:

@@ -1,4 +1,4 @@
-"""What one HTTP client may cost: the limits, and what the client is told at each."""
+"""What one HTTP client may cost: the limits, and the answer at each."""
 
 from __future__ import annotations
 
@@ -13,6 +13,58 @@ SMALL_BODY_NBYTES = 64 << 10
 """So much of every body is always taken: large bodies cannot keep out small requests."""
 CHUNK_BYTES_A_FRAMING_BYTE = 8
 """Content that pays for one byte of chunk framing: chunks of a few bytes cost much more time than memory."""
+
+
+class Refusal(Exception):
+    """Why a request is not read to its end. ``code`` is also the reason in ``pd_http_refused_total``."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message = status, code, message
+
+    def response(self, default_headers: list[tuple[bytes, bytes]]) -> bytes:
+        """The whole answer, after which the connection is closed. Its request was not read, so its id is drawn."""
+        request_id = draw_id()
+        body = error_body(self.message, status=self.status, code=self.code)
+        body["error"]["request_id"] = request_id
+        content = json.dumps(body).encode()
+        headers = [
+            *default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(content)),
+            (b"connection", b"close"),
+            (HEADER.encode(), request_id.encode()),
+        ]
+        if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
+        lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}".encode()]
+        lines += [name + b": " + value for name, value in headers]
+        return b"\r\n".join(lines) + b"\r\n\r\n" + content
+
+
+_REFUSALS = {
+    "malformed_request": (400, "This is not an HTTP/1 request: {reason}."),
+    "head_timeout": (408, "The headers did not arrive within {head_timeout_s:g} s."),
+    "body_timeout": (408, "The body did not arrive within {body_timeout_s:g} s."),
+    "write_timeout": (408, "A client does not read its answer; the connection is closed."),
+    "body_too_large": (413, "The body is larger than {max_body_nbytes} bytes."),
+    "chunks_too_small": (
+        413,
+        "The chunks of the body are too small, or their extensions too long: send larger ones.",
+    ),
+    "url_too_long": (414, "The URL is longer than {max_url_nbytes} bytes."),
+    "headers_too_large": (
+        431,
+        "The headers or trailers are more than {max_head_nbytes} bytes or {max_headers} headers.",
+    ),
+    "too_many_connections": (503, "The server has {max_connections} open connections, and takes no more."),
+    "too_many_bodies": (503, "The server holds {max_held_body_nbytes} bytes of request bodies, and takes no more."),
+    "too_many_pipelined": (
+        503,
+        "More than {max_pipelined} requests wait on this connection for the one before them.",
+    ),
+}
+"""Status and message of each refusal by its code. The messages name the fields of :class:`HttpLimits`."""
 
 
 @dataclass(frozen=True)
@@ -40,75 +92,7 @@ class HttpLimits:
     write_timeout_s: float = 30.0
     """How long a client that does not read may hold an answer."""
 
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a request is not read to its end. ``code`` is also the reason in ``pd_http_refused_total``."""
-
-    status: int
-    code: str
-    message: str
-
-    def response(self, default_headers: list[tuple[bytes, bytes]]) -> bytes:
-        """The whole answer, after which the connection is closed. Its request was not read, so its id is drawn."""
-        request_id = draw_id()
-        body = error_body(self.message, status=self.status, code=self.code)
-        body["error"]["request_id"] = request_id
-        content = json.dumps(body).encode()
-        headers = [
-            *default_headers,
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(content)),
-            (b"connection", b"close"),
-            (HEADER.encode(), request_id.encode()),
-        ]
-        if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
-        lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}".encode()]
-        lines += [name + b": " + value for name, value in headers]
-        return b"\r\n".join(lines) + b"\r\n\r\n" + content
-
-
-def head_too_large(limits: HttpLimits) -> Refusal:
-    most = f"{limits.max_head_nbytes} bytes or {limits.max_headers} headers"
-    return Refusal(431, "headers_too_large", f"The headers or trailers are more than {most}.")
-
-
-def url_too_long(limits: HttpLimits) -> Refusal:
-    return Refusal(414, "url_too_long", f"The URL is longer than {limits.max_url_nbytes} bytes.")
-
-
-def body_too_large(limits: HttpLimits) -> Refusal:
-    return Refusal(413, "body_too_large", f"The body is larger than {limits.max_body_nbytes} bytes.")
-
-
-def chunks_too_small(limits: HttpLimits) -> Refusal:
-    message = "The chunks of the body are too small, or their extensions too long: send larger ones."
-    return Refusal(413, "chunks_too_small", message)
-
-
-def head_too_slow(limits: HttpLimits) -> Refusal:
-    return Refusal(408, "head_timeout", f"The headers did not arrive within {limits.head_timeout_s:g} s.")
-
-
-def body_too_slow(limits: HttpLimits) -> Refusal:
-    return Refusal(408, "body_timeout", f"The body did not arrive within {limits.body_timeout_s:g} s.")
-
-
-def too_many_connections(limits: HttpLimits) -> Refusal:
-    message = f"The server has {limits.max_connections} open connections, and takes no more."
-    return Refusal(503, "too_many_connections", message)
-
-
-def too_many_bodies(limits: HttpLimits) -> Refusal:
-    message = f"The server holds {limits.max_held_body_nbytes} bytes of request bodies, and takes no more."
-    return Refusal(503, "too_many_bodies", message)
-
-
-def too_many_pipelined(limits: HttpLimits) -> Refusal:
-    message = f"More than {limits.max_pipelined} requests wait on this connection for the one before them."
-    return Refusal(503, "too_many_pipelined", message)
-
-
-def malformed(reason: str) -> Refusal:
-    return Refusal(400, "malformed_request", f"This is not an HTTP/1 request: {reason}.")
+    def refusal(self, code: str, **details: str) -> Refusal:
+        """The refusal of this code; ``details`` is what its message says beside the limits."""
+        status, message = _REFUSALS[code]
+        return Refusal(status, code, message.format(**vars(self), **details))

@@ -9,14 +9,13 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from server.api import http_limits
 from server.api.http_connections import Body, ConnectionManager
 from server.api.http_limits import CHUNK_BYTES_A_FRAMING_BYTE, Refusal
 from server.api.middleware import UNSENT_STATUS
@@ -74,7 +73,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
         self._unsent_nbytes = 0
-        self._refusal: Refusal | None = None
         self._is_refused = False
 
     # The connection
@@ -89,7 +87,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._cancel_deadline()
         self._cancel_write_deadline()
-        if self._running is not None:  # uvicorn tells only the last of several requests
+        if self._running is not None:  # uvicorn notifies only the last of several requests
             self._running.disconnected = True
             self._running.message_event.set()
         self.pipeline.clear()
@@ -99,7 +97,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def give_way(self) -> None:
         if self._head_begun and not self._is_refused:
-            self._write_refusal(http_limits.too_many_connections(self._limits))
+            self._write_refusal(self._limits.refusal("too_many_connections"))
             self.transport.close()
             self._watch_writing()
         else:
@@ -120,7 +118,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._manager.body_ended(self)
         self._manager.release(self._body)
         if not self._may_answer():
-            self._manager.count_refusal(refusal.code, refusal.message)
+            self._manager.count_refusal(refusal)
             self.transport.abort()
             return
         if self._in_body:
@@ -148,7 +146,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.cycle.message_event.set()
 
     def _write_refusal(self, refusal: Refusal) -> None:
-        self._manager.count_refusal(refusal.code, refusal.message)
+        self._manager.count_refusal(refusal)
         self.transport.write(refusal.response(self.server_state.default_headers))
 
     def _close(self) -> None:
@@ -174,9 +172,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._ignore_upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserError as error:
-            if self._refusal is None and isinstance(error, httptools.HttpParserCallbackError):
-                logger.error("a request could not be read: %r", error.__context__ or error)
-            self.refuse(self._refusal or http_limits.malformed(str(error) or "it cannot be parsed"))
+            self.refuse(self._refusal_of(error))
             return
         if self._n_stages == stage:
             self._stage_nbytes += len(data)
@@ -186,14 +182,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 return
         self._set_deadline()
 
+    def _refusal_of(self, error: httptools.HttpParserError) -> Refusal:
+        """What one of the parser's callbacks raised, or that the parser cannot read this."""
+        if isinstance(error.__context__, Refusal):
+            return error.__context__
+        if isinstance(error, httptools.HttpParserCallbackError):
+            logger.error("a request could not be read: %r", error.__context__ or error)
+        return self._limits.refusal("malformed_request", reason=str(error) or "it cannot be parsed")
+
     def _unfinished_too_large(self) -> Refusal | None:
         """What the parser's callbacks have not seen, since it has no end yet."""
         most = self._limits.max_head_nbytes
         if (self._gap_nbytes if self._in_body else self._stage_nbytes) > most:
-            return http_limits.head_too_large(self._limits)
+            return self._limits.refusal("headers_too_large")
         framing_nbytes = self._stage_nbytes - self._body.nbytes if self._in_body else 0
         if framing_nbytes > most + self._body.nbytes // CHUNK_BYTES_A_FRAMING_BYTE:
-            return http_limits.chunks_too_small(self._limits)
+            return self._limits.refusal("chunks_too_small")
         return None
 
     def _ignore_upgrade(self, rest: bytes) -> None:
@@ -206,40 +210,35 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._n_fields = self._fields_nbytes = 0
         self.data_received(b"\r\n".join(head) + b"\r\n\r\n" + rest)
 
-    def _fail(self, refusal: Refusal) -> NoReturn:
-        """Stops the parser from within one of its callbacks."""
-        self._refusal = refusal
-        raise ValueError(refusal.message)
-
     # The parser's callbacks
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_begun = True
         if len(self.pipeline) >= self._limits.max_pipelined:
-            self._fail(http_limits.too_many_pipelined(self._limits))
+            raise self._limits.refusal("too_many_pipelined")
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
         if len(self.url) > self._limits.max_url_nbytes:
-            self._fail(http_limits.url_too_long(self._limits))
+            raise self._limits.refusal("url_too_long")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._n_fields += 1
         self._fields_nbytes += len(name) + len(value) + len(b": \r\n")
         if self._n_fields > self._limits.max_headers or self._fields_nbytes > self._limits.max_head_nbytes:
-            self._fail(http_limits.head_too_large(self._limits))
+            raise self._limits.refusal("headers_too_large")
         if not self._in_body:  # else it is a trailer, and those are no headers
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                self._fail(http_limits.malformed("CONNECT is for proxies"))
+                raise self._limits.refusal("malformed_request", reason="CONNECT is for proxies")
             self._is_replaying = True
             return
         if _declared_nbytes(self.headers) > self._limits.max_body_nbytes:
-            self._fail(http_limits.body_too_large(self._limits))
+            raise self._limits.refusal("body_too_large")
         body = Body()
         self.app = functools.partial(self._run, body)
         super().on_headers_complete()
@@ -254,9 +253,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._body.nbytes += len(body)
         if self._body.nbytes > self._limits.max_body_nbytes:
-            self._fail(http_limits.body_too_large(self._limits))
-        if not self.cycle.response_complete and (refusal := self._manager.hold(self, self._body)):
-            self._fail(refusal)
+            raise self._limits.refusal("body_too_large")
+        if not self.cycle.response_complete:
+            self._manager.hold(self, self._body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -316,7 +315,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if not unsent_nbytes or self._unsent_nbytes - unsent_nbytes >= _MIN_DRAINED_NBYTES:
             self._watch_writing()
             return
-        self._manager.count_refusal("write_timeout", "A client does not read its answer; the connection is closed.")
+        self._manager.count_refusal(self._limits.refusal("write_timeout"))
         self.transport.abort()
 
     # Times
@@ -355,9 +354,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.flow.read_paused or (is_answering and not is_own_body):
             self._set_deadline()
         elif self._in_body:
-            self.refuse(http_limits.body_too_slow(self._limits))
+            self.refuse(self._limits.refusal("body_timeout"))
         else:
-            self.refuse(http_limits.head_too_slow(self._limits))
+            self.refuse(self._limits.refusal("head_timeout"))
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:

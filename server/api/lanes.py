@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -114,3 +114,21 @@ class Lane:
                 turn.set_result(None)
                 self._is_taken = True
                 return
+
+
+def _lane(name: str, max_waiting: int) -> Lane:
+    return Lane(name, LaneLimits(max_waiting=max_waiting))
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The lanes of one HTTP app, apart for each kind of work: none of it waits behind another kind."""
+
+    bodies: Lane = field(default_factory=lambda: _lane("read body", 256))
+    templates: Lane = field(default_factory=lambda: _lane("chat template", 256))
+    texts: Lane = field(default_factory=lambda: _lane("tokenize", 256))
+    long_texts: Lane = field(default_factory=lambda: _lane("tokenize long", 32))
+
+    def close(self) -> None:
+        for lane in (self.bodies, self.templates, self.texts, self.long_texts):
+            lane.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from abc import ABC, abstractmethod
 
 from prometheus_client import CollectorRegistry, Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,16 +16,29 @@ UNSENT_STATUS = "unsent_status"
 """In the request's ``state``: how it ended, where the application did not answer it."""
 
 
-class ApiKey:
+class HttpMiddleware(ABC):
+    """Handles HTTP requests on their way to ``app``, and passes on what is none."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self.handle if scope["type"] == "http" else self.app)(scope, receive, send)
+
+    @abstractmethod
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
+class ApiKey(HttpMiddleware):
     """Refuses requests without ``Authorization: Bearer`` and the key with 401, except to :data:`OPEN_PATHS`."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
+        super().__init__(app)
         self._key = key.encode()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._admits(scope):
-            await self._app(scope, receive, send)
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN_PATHS or self._admits(scope):
+            await self.app(scope, receive, send)
             return
         message = "This server wants an API key: send it in the header 'Authorization: Bearer KEY'."
         if any(name == b"authorization" for name, _ in scope["headers"]):
@@ -42,15 +56,12 @@ class ApiKey:
         return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
 
 
-class HeadAsGet:
+class HeadAsGet(HttpMiddleware):
     """Answers HEAD as GET, without the body."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "HEAD":
-            await self._app(scope, receive, send)
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
             return
 
         async def without_body(message: Message) -> None:
@@ -58,21 +69,15 @@ class HeadAsGet:
                 message = {**message, "body": b""}
             await send(message)
 
-        await self._app({**scope, "method": "GET"}, receive, without_body)
+        await self.app({**scope, "method": "GET"}, receive, without_body)
 
 
-class WholeBody:
+class WholeBody(HttpMiddleware):
     """Reads a request's body before the application runs. Where the client goes first, the application never begins:
     its exceptions would keep what was read in cycles, until the garbage collector comes by.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         pieces: list[bytes] = []
         more_body = True
         while more_body:
@@ -88,23 +93,19 @@ class WholeBody:
         async def whole() -> Message:
             return waiting.pop() if waiting else await receive()
 
-        await self._app(scope, whole, send)
+        await self.app(scope, whole, send)
 
 
-class ResponseCount:
+class ResponseCount(HttpMiddleware):
     """Counts answers by route and status in ``pd_http_responses_total``, when they end."""
 
     def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
-        self._app = app
+        super().__init__(app)
         self._responses = Counter(
             "pd_http_responses_total", "HTTP answers by route and status.", ["route", "status"], registry=registry
         )
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 500  # what the client gets if the application ends without an answer
 
         async def noted(message: Message) -> None:
@@ -114,7 +115,7 @@ class ResponseCount:
             await send(message)
 
         try:
-            await self._app(scope, receive, noted)
+            await self.app(scope, receive, noted)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             status = scope.get("state", {}).get(UNSENT_STATUS, status)

@@ -125,7 +125,7 @@ def routed_rooms(
     ]
     if len(set(each_room)) < len(each_room):
         raise InvalidRequest("bootstrap_room", "bootstrap_room names one room twice: each prompt needs its own.")
-    return [RoutedRoom(*named) for named in zip(*columns, strict=True)]
+    return [RoutedRoom(*fields) for fields in zip(*columns, strict=True)]
 
 
 def sample_room(room: int, sample: int) -> int:

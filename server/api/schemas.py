@@ -15,6 +15,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
+    PlainValidator,
     PrivateAttr,
     WithJsonSchema,
     field_validator,
@@ -147,6 +148,36 @@ class GenerationFields(BaseModel):
         return replace(defaults, **{name: value for name, value in asked.items() if value is not None})
 
 
+def parse_prompts(value: Any) -> list[Prompt]:
+    """The prompts of a completion request: a string, a list of strings, token ids, or a list of lists of token ids.
+
+    The ids themselves are not looked at here: whoever knows the context and the vocabulary does, after their number.
+
+    :raises ValueError: says which element is wrong.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of lists of token ids")
+    if not value:
+        raise ValueError("the prompt is empty: it must have at least one token")
+    if type(value[0]) is int:
+        return [value]
+    if len(value) > MAX_GENERATIONS:
+        raise ValueError(f"the list has {len(value)} prompts: at most {MAX_GENERATIONS} are allowed")
+    if isinstance(value[0], str):
+        for i, text in enumerate(value):
+            if not isinstance(text, str):
+                raise ValueError(f"element {i} is not a string as the first one is")
+        return list(value)
+    for i, ids in enumerate(value):
+        if not isinstance(ids, list):
+            raise ValueError(f"element {i} is neither a string nor a list of token ids")
+        if not ids:
+            raise ValueError(f"prompt {i} is empty: it must have at least one token")
+    return list(value)
+
+
 class CompletionRequest(GenerationFields):
     """``POST /v1/completions``."""
 
@@ -154,6 +185,7 @@ class CompletionRequest(GenerationFields):
 
     prompt: Annotated[
         list[Prompt],
+        PlainValidator(parse_prompts),
         WithJsonSchema(
             {
                 "anyOf": [
@@ -172,11 +204,6 @@ class CompletionRequest(GenerationFields):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None
-
-    @field_validator("prompt", mode="plain")
-    @classmethod
-    def _parse_prompt(cls, value: Any) -> list[Prompt]:
-        return parse_prompts(value)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> CompletionRequest:
@@ -258,36 +285,3 @@ class ChatCompletionRequest(GenerationFields):
     @property
     def n_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-def parse_prompts(value: Any) -> list[Prompt]:
-    """The prompts of a completion request: a string, a list of strings, token ids, or a list of lists of token ids.
-
-    The ids themselves are not looked at here: whoever knows the context and the vocabulary does, after their number.
-
-    :raises ValueError: says which element is wrong.
-    """
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise ValueError("must be a string, a list of strings, a list of token ids or a list of lists of token ids")
-    if not value:
-        raise ValueError("the prompt is empty: it must have at least one token")
-    if type(value[0]) is int:
-        return [value]
-    if len(value) > MAX_GENERATIONS:
-        raise ValueError(f"the list has {len(value)} prompts: at most {MAX_GENERATIONS} are allowed")
-    if isinstance(value[0], str):
-        for i, text in enumerate(value):
-            if not isinstance(text, str):
-                raise ValueError(f"element {i} is not a string as the first one is")
-        return list(value)
-    return [_token_ids(ids, f" {i}") for i, ids in enumerate(value)]
-
-
-def _token_ids(ids: Any, which: str) -> list[int]:
-    if not isinstance(ids, list):
-        raise ValueError(f"element{which} is neither a string nor a list of token ids")
-    if not ids:
-        raise ValueError(f"prompt{which} is empty: it must have at least one token")
-    return ids

@@ -1,10 +1,11 @@
-"""Server-sent events, and watching for clients that go away."""
+"""Streams: their chunks, as server-sent events, and watching for clients that go away."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -13,7 +14,12 @@ from typing import Any, TypeVar
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.errors import ClientDisconnected, error_body, failure_body
+from server.api.answers import Writer
+from server.api.errors import ClientDisconnected, failure_body, internal_error
+from server.api.generations import Generations
+from server.api.request_id import request_id
+from server.api.schemas import StreamOptions
+from server.engine.request import TokenOutput
 from server.failure import RequestFailed
 
 logger = logging.getLogger(__name__)
@@ -49,7 +55,7 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
 
     :raises ClientDisconnected: the client went first.
     """
-    task = asyncio.create_task(_awaited(work))
+    task = asyncio.ensure_future(work)
     watcher = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
@@ -62,13 +68,59 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def _awaited(work: Awaitable[T]) -> T:
-    return await work
-
-
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def chunks_of(
+    first: tuple[int, TokenOutput] | None,
+    rest: AsyncGenerator[tuple[int, TokenOutput] | None],
+    generations: Generations,
+    n_open: int,
+    writer: Writer,
+    options: StreamOptions,
+    silence_s: float,
+) -> AsyncGenerator[dict[str, Any] | None]:
+    """The chunks for these outputs of ``n_open`` generations, and the usage chunk (without choices) where it was asked
+    for. None stands for a comment: where nothing came, and where what came had nothing to say for ``silence_s``.
+    """
+    spoke_at = time.monotonic()
+    async with aclosing(rest):
+        async for item in _all(first, rest):
+            chunks = []
+            if item is not None:
+                index, output = item
+                writer.usage.add(output)
+                chunks = [writer.chunk([choice]) for choice in writer.chunk_choices(index, output)]
+                if options.include_usage or options.continuous_usage_stats:
+                    for chunk in chunks:
+                        chunk["usage"] = writer.usage.as_dict() if options.continuous_usage_stats else None
+                n_open -= output.finish_reason is not None
+                if not n_open and not options.include_usage:
+                    chunks[-1]["pd"] = pd_object(generations.route_headers)
+            for chunk in chunks:
+                yield chunk
+            if not chunks:
+                if item is not None and time.monotonic() - spoke_at < silence_s:
+                    continue
+                yield None
+            spoke_at = time.monotonic()
+    if options.include_usage:
+        yield writer.chunk([]) | {"usage": writer.usage.as_dict(), "pd": pd_object(generations.route_headers)}
+
+
+async def _all(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    yield first
+    async for item in rest:
+        yield item
+
+
+def pd_object(headers: Mapping[str, str]) -> dict[str, str]:
+    """What the headers of an answer say, for its body: ``{"request_id", "prefill", "room", ...}``."""
+    return {"request_id": request_id()} | {
+        name.removeprefix("x-pd-").replace("-", "_"): value for name, value in headers.items()
+    }
 
 
 class EventStream(Response):
@@ -85,10 +137,10 @@ class EventStream(Response):
         self,
         chunks: AsyncGenerator[dict[str, Any] | None],
         *,
-        headers: Mapping[str, str],
-        on_end: Callable[[], None],
+        headers: Mapping[str, str] | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._chunks = chunks
         self._on_end = on_end
@@ -99,7 +151,8 @@ class EventStream(Response):
         except ClientDisconnected:
             logger.debug("%s: the client closed its connection, the generation is aborted", scope["path"])
         finally:
-            self._on_end()
+            if self._on_end is not None:
+                self._on_end()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -117,7 +170,7 @@ class EventStream(Response):
             yield _event(failure_body(failure))
         except Exception as error:
             logger.exception("a stream failed")
-            yield _event(error_body(f"Internal error: {type(error).__name__}.", status=500, code="internal_error"))
+            yield _event(failure_body(internal_error(error)))
         else:
             yield b"data: [DONE]\n\n"
 

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from server.api.errors import InvalidRequest
-from server.api.lanes import Lane, LaneLimits
+from server.api.lanes import Lane, Lanes
 from server.api.schemas import Prompt
-from server.engine.request import EncodingJob, TokenizerLike
+from server.engine.request import Backend
+from server.engine.tokenizer_process import EncodingJob
 from server.failure import RequestFailed
 
 log = logging.getLogger(__name__)
@@ -31,33 +32,26 @@ THREAD_CHARS = 1 << 16
 UNBOUNDED_CHARS_PER_TOKEN = 64
 """What is taken for each token of the context where the tokenizer's own rules give no bound."""
 
-SHORT = LaneLimits(max_waiting=256)
-LONG = LaneLimits(max_waiting=32)
-
 
 class PromptReader:
-    """Tokenizes, renders and decodes for one HTTP app, whose node has a context of ``max_context()`` tokens."""
+    """Tokenizes, renders and decodes for one HTTP app."""
 
-    def __init__(self, tokenizer: TokenizerLike, max_context: Callable[[], int]) -> None:
-        self._tokenizer = tokenizer
-        self._max_context = max_context
-        self._short = Lane("tokenize", SHORT)
-        self._long = Lane("tokenize long", LONG)
-        self._render = Lane("chat template", SHORT)
-        self._process = tokenizer.process()
+    def __init__(self, backend: Backend, lanes: Lanes) -> None:
+        self._backend = backend
+        self._tokenizer = backend.tokenizer
+        self._lanes = lanes
+        self._process = self._tokenizer.process()
 
     async def start(self) -> None:
         """Starts the process for long texts now. If that fails, it is logged, and the first long text tries again."""
         try:
-            await self._long.run(0, self._process.start)
+            await self._lanes.long_texts.run(0, self._process.start)
         except RequestFailed as failure:
             log.warning("long prompts cannot be tokenized yet: %s", failure)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Ends the process. Its caller should have ended every request before."""
         self._process.close()
-        for lane in (self._short, self._long, self._render):
-            lane.close()
 
     async def read(self, prompts: Sequence[Prompt], field: str) -> list[list[int]]:
         """Token ids of each prompt. ``field`` is the request's, for errors.
@@ -70,11 +64,11 @@ class PromptReader:
         for text in texts:
             self._check_text_length(text, field)
         for ids in given:
-            self._check_ids_length(ids, field)
+            check_prompt_length(len(ids), self._backend.max_context, field)
         encoded = iter(await self._encode(texts)) if texts else iter(())
         if given:
             n_ids = sum(map(len, given))
-            await self._run(n_ids, INLINE_IDS, self._short, partial(self._check_ids, given, field))
+            await self._run(n_ids, INLINE_IDS, self._lanes.texts, partial(self._check_ids, given, field))
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     async def read_chat(
@@ -90,7 +84,7 @@ class PromptReader:
         :raises RequestFailed: as :meth:`read`, and what the template refuses.
         """
         render = partial(self._tokenizer.render_chat, messages, variables, add_generation_prompt=add_generation_prompt)
-        text = await self._run(body_nbytes, INLINE_CHARS, self._render, render)
+        text = await self._run(body_nbytes, INLINE_CHARS, self._lanes.templates, render)
         self._check_text_length(text, "messages")
         [ids] = await self._encode([text], is_rendered=True)
         return ids
@@ -98,16 +92,20 @@ class PromptReader:
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         """Texts of token ids that :meth:`read` has checked."""
         n_ids = sum(map(len, prompts))
-        return await self._run(n_ids, INLINE_IDS, self._short, lambda: [self._tokenizer.decode(ids) for ids in prompts])
+        return await self._run(
+            n_ids, INLINE_IDS, self._lanes.texts, lambda: [self._tokenizer.decode(ids) for ids in prompts]
+        )
 
     async def _encode(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[list[int]]:
         n_chars = sum(map(len, texts))
         if n_chars > THREAD_CHARS:
             job = EncodingJob(texts, add_special_tokens=not is_rendered)
-            ids = await self._long.run(n_chars, partial(self._process.encode, job), lambda: self._process.cancel(job))
+            ids = await self._lanes.long_texts.run(
+                n_chars, partial(self._process.encode, job), lambda: self._process.cancel(job)
+            )
             return ids if is_rendered else [self._tokenizer.with_one_bos(one) for one in ids]
         encode = self._tokenizer.encode_rendered if is_rendered else self._tokenizer.encode
-        return await self._run(n_chars, INLINE_CHARS, self._short, lambda: [encode(text) for text in texts])
+        return await self._run(n_chars, INLINE_CHARS, self._lanes.texts, lambda: [encode(text) for text in texts])
 
     @staticmethod
     async def _run(size: int, inline_size: int, lane: Lane, function: Callable[[], T]) -> T:
@@ -115,7 +113,7 @@ class PromptReader:
 
     def _check_text_length(self, text: str, field: str) -> None:
         """Refuses what cannot fit whatever its tokens are: one takes in at most so many characters."""
-        max_context, per_token = self._max_context(), self._tokenizer.chars_per_token
+        max_context, per_token = self._backend.max_context, self._tokenizer.chars_per_token
         if len(text) <= (max_context - 1) * (per_token or UNBOUNDED_CHARS_PER_TOKEN):
             return
         what = (
@@ -130,16 +128,6 @@ class PromptReader:
             code="context_length_exceeded",
         )
 
-    def _check_ids_length(self, ids: Sequence[int], field: str) -> None:
-        max_context = self._max_context()
-        if len(ids) >= max_context:
-            raise InvalidRequest(
-                field,
-                f"The prompt has {len(ids)} tokens, but the context is {max_context} tokens including at least one "
-                "generated token.",
-                code="context_length_exceeded",
-            )
-
     def _check_ids(self, prompts: Sequence[Sequence[int]], field: str) -> None:
         """Refuses what is not an id of the vocabulary. Looks at every id at the speed of C."""
         vocab_size = self._tokenizer.vocab_size
@@ -149,8 +137,22 @@ class PromptReader:
                 raise InvalidRequest(
                     field, f"{field}: element {position} of prompt {which} is not an integer token id."
                 )
-            for token_id in (min(ids), max(ids)):
-                if not 0 <= token_id < vocab_size:
-                    raise InvalidRequest(
-                        field, f"{field}: token id {token_id} is not in the vocabulary (0 to {vocab_size - 1})."
-                    )
+            check_token_id(min(ids), vocab_size, field)
+            check_token_id(max(ids), vocab_size, field)
+
+
+def check_token_id(token_id: int, vocab_size: int, field: str) -> None:
+    """:raises InvalidRequest: names an id that the vocabulary does not have."""
+    if not 0 <= token_id < vocab_size:
+        raise InvalidRequest(field, f"{field}: token id {token_id} is not in the vocabulary (0 to {vocab_size - 1}).")
+
+
+def check_prompt_length(n_tokens: int, max_context: int, field: str) -> None:
+    """:raises InvalidRequest: the prompt leaves no place for a token of the answer."""
+    if n_tokens >= max_context:
+        raise InvalidRequest(
+            field,
+            f"The prompt has {n_tokens} tokens, but the context is {max_context} tokens including at least one "
+            "generated token.",
+            code="context_length_exceeded",
+        )

@@ -1,89 +1,43 @@
-"""The decode node: the :class:`~server.engine.request.Backend` that the HTTP API serves.
-
-What happens to a request is in :mod:`.request_manager`. This file is the process around it: start, stop, health.
+"""The decode node: what happens to a request is in :mod:`.request_manager`, the process around it in
+:mod:`server.node.base`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import threading
 import time
-from collections import deque
 from typing import Any
 
 from server.decode.request_manager import RequestManager
 from server.decode.settings import DecodeSettings
-from server.engine.events import Died, Event
 from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest
-from server.failure import Failure, RequestFailed
-from server.node.context import NodeContext, common_info, load_of
-from server.node.supervisor import Supervisor
-from server.node.ticker import tick_for_ever
-from server.transfer.manifest import new_incarnation
-
-log = logging.getLogger(__name__)
-
-_SHUTTING_DOWN = Failure("shutting_down", "the decode node is shutting down")
+from server.failure import RequestFailed
+from server.node.base import BaseNode
+from server.node.context import NodeContext
 
 
-class DecodeNode:
-    """Lives in one event loop; only :meth:`on_engine_event` may be called from another thread.
-
-    The caller starts the engine after :meth:`start` and stops it after :meth:`stop`.
-    """
+class DecodeNode(BaseNode):
+    """Takes prompts' state from prefill nodes, or computes it here, and answers."""
 
     role = "decode"
+    _manager: RequestManager
 
-    def __init__(self, settings: DecodeSettings, parts: NodeContext) -> None:
-        self.model_name = settings.model_name
-        self.max_context = settings.max_context
-        self.tokenizer = parts.tokenizer
-        self.sampling_defaults = parts.sampling_defaults
-        self.incarnation = new_incarnation()
+    def __init__(self, settings: DecodeSettings, context: NodeContext) -> None:
+        super().__init__(settings, context)
         self._settings = settings
-        self._parts = parts
-        self._manager = RequestManager(settings, parts, self.incarnation)
-        self._events: deque[Event] = deque()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._ticker: asyncio.Task[None] | None = None
-        self._supervisor = Supervisor()
+        self._manager = RequestManager(settings, context, self.incarnation)
 
-    async def start(self) -> None:
-        """Connects to the prefill nodes (without waiting for them)."""
-        self._loop = asyncio.get_running_loop()
+    async def _open(self) -> None:
         self._manager.start()
-        self._ticker = ticker = asyncio.create_task(tick_for_ever(self.role, self._manager), name="decode ticker")
-        self._supervisor.watch(lambda: [ticker, *self._manager.tasks])
+        self._supervisor.watch(lambda: self._manager.tasks)
 
-    def vital(self, thread: threading.Thread) -> None:
-        """The node is dead if ``thread`` is."""
-        self._supervisor.watch(lambda: [thread])
+    async def _close(self) -> None:
+        await self._manager.close()
 
     @property
     def busy(self) -> bool:
         """Whether a client still waits for an answer."""
         return any(not work.generation.ended for work in self._manager.works.values())
-
-    def drain(self) -> None:
-        """Takes nothing new and opens no room any more; what is in a room or decoding goes on."""
-        self._manager.drain(_SHUTTING_DOWN)
-
-    async def stop(self) -> None:
-        """Fails what is left with 503, tells the prefill nodes, and closes every connection and transport session.
-
-        May be called more than once.
-        """
-        is_alive, reason = self.alive()
-        self._supervisor.end()
-        self._manager.refuse_all(_SHUTTING_DOWN if is_alive else Failure("node_died", reason))
-        if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)
-        await self._manager.close()
-
-    # --- Backend ------------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest, *, room: int | None = None) -> NodeGeneration:
         """Admits a request; ``room`` None draws one.
@@ -92,27 +46,20 @@ class DecodeNode:
         """
         return self._manager.submit(request, room=room)
 
-    def alive(self) -> tuple[bool, str]:
-        reason = self._supervisor.look()
-        return not reason, reason
-
-    async def ready(self) -> tuple[bool, str]:
-        """Whether a request could be served now: with peers, whether a probe write by one of them really arrives."""
-        is_alive, reason = self.alive()
-        if not is_alive:
-            return False, reason
+    async def _ready(self) -> tuple[bool, str]:
+        """With peers: whether a probe write by one of them really arrives."""
         try:
             self._manager.check_serving()
         except RequestFailed as failure:
             return False, failure.failure.reason
         return (True, "local prefill") if self._manager.receiver is None else await self._manager.receiver.ready()
 
-    def load(self) -> dict[str, int]:
-        return load_of(self._parts, len(self._manager.works), len(self._manager.queue))
+    def _counts(self) -> tuple[int, int]:
+        return len(self._manager.works), len(self._manager.queue)
 
-    def server_info(self) -> dict[str, Any]:
+    def _info(self) -> dict[str, Any]:
         manager = self._manager
-        return common_info(self.role, self.incarnation, self._settings, self._parts) | {
+        return {
             "local_prefill": manager.receiver is None,
             "spec_tokens": self._settings.spec_tokens,
             "draft_state": self._settings.draft_state,
@@ -120,28 +67,3 @@ class DecodeNode:
             "quarantine": manager.quarantine.describe(time.monotonic()),
             "peers": manager.receiver.peers.describe() if manager.receiver is not None else [],
         }
-
-    # --- events -------------------------------------------------------------------------------------------------------
-
-    def on_engine_event(self, event: Event) -> None:
-        """Takes an engine event from any thread. The events of one step wake the event loop once."""
-        self._events.append(event)
-        if self._loop is not None and not self._loop.is_closed() and len(self._events) == 1:
-            self._loop.call_soon_threadsafe(self._take_engine_events)
-
-    def _take_engine_events(self) -> None:
-        while self._events:
-            event = self._events[0]
-            try:
-                self._on_engine_event(event)
-            except Exception:
-                log.exception("the decode node failed on %s", type(event).__name__)
-            self._events.popleft()
-
-    def _on_engine_event(self, event: Event) -> None:
-        if isinstance(event, Died):
-            reason = f"the engine thread has ended: {event.message}"
-            self._supervisor.fail(reason)
-            self._manager.engine_died(Failure("engine_died", reason))
-        else:
-            self._manager.on_engine_event(event)

@@ -27,9 +27,9 @@ class Detokenizer:
     character whose other bytes are in tokens to come, so it is held back until it is settled or until :meth:`flush`.
     All given parts together equal the decoded whole.
 
-    ``context_ids`` (the prompt) only tells how the first tokens are spelt. Its text is never given out: the answer is
+    ``context_ids`` (the prompt) only decides how the first tokens are spelt. Its text is never given out: the answer is
     the text of prompt and answer together, less the prompt's own. A character that the prompt has begun and the answer
-    finishes is the answer's: it takes the place of the prompt's last U+FFFD, and ``completes_context`` says so.
+    finishes is the answer's: it takes the place of the prompt's last U+FFFD, and ``completes_context`` is set.
 
     ``n_chars`` counts the characters given out. ``offset`` is where the text of the last token begins among all that
     were or will be given out; for a part of a character, where that character is. It is certain up to ``n_chars``.

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from itertools import accumulate, islice
 from typing import TypeVar
 
 import torch
 
 from server.cache.live import LIVE_RULES
-from server.cache.owners import Owner, WrongOwner
+from server.cache.owners import WrongOwner
 from server.engine.events import (
+    Begin,
     Cancel,
     ChunkComputed,
     Command,
@@ -32,11 +34,10 @@ from server.engine.events import (
     Scrubbed,
     Stop,
 )
-from server.engine.request import FinishReason, GenerationRequest, TokenizerLike, TokenLogprob
+from server.engine.request import FinishReason, TokenizerLike, TokenLogprob
 from server.engine.runner import ModelRunner
 from server.engine.sampler import NonFiniteLogits, RowSampling, sample
-from server.engine.scheduler import Chunk, Goal, Scheduler
-from server.engine.scheduler import Sequence as Running
+from server.engine.scheduler import Chunk, Scheduler, Sequence
 from server.engine.speculation import DraftState, accepted, propose
 from server.engine.stopping import OutputProcessor
 from server.failure import Failure
@@ -46,6 +47,7 @@ from server.model.network import ForwardOutput
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Item = TypeVar("Item", Sequence, Chunk)
 
 _NON_FINITE = Failure("non_finite_logits", "the model's output is not a number: it read state that was never written")
 
@@ -54,7 +56,7 @@ class Engine(threading.Thread):
     """Continuous batching over one :class:`ModelRunner`.
 
     ``on_event`` is called in this thread for every event. ``chunk_tokens`` bounds the prompt tokens of one step,
-    ``threads`` the CPU threads of one operation. Commands may be submitted from any thread.
+    ``threads`` the CPU threads of one operation. Commands may be submitted from any thread, or put into ``commands``.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Engine(threading.Thread):
         tokenizer: TokenizerLike,
         on_event: Callable[[Event], None],
         *,
+        commands: queue.SimpleQueue[Command] | None = None,
         chunk_tokens: int = 256,
         threads: int = 1,
         spec_tokens: int = 0,
@@ -70,7 +73,7 @@ class Engine(threading.Thread):
     ) -> None:
         super().__init__(name="engine", daemon=True)
         self._runner, self._tokenizer, self._on_event, self._threads = runner, tokenizer, on_event, threads
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue() if commands is None else commands
         self._scheduler = Scheduler(chunk_tokens)
         self._spec_tokens, self._cold_draft = spec_tokens, cold_draft
         self._stopping = False
@@ -95,11 +98,6 @@ class Engine(threading.Thread):
         self.join(timeout_s)
         if self.is_alive():
             raise TimeoutError(f"the engine thread did not stop within {timeout_s} s")
-
-    @property
-    def load(self) -> dict[str, int]:
-        """Requests that decode and prompts that are waiting or being computed (a snapshot, for people)."""
-        return {"decoding": len(self._scheduler.decoding), "prefilling": len(self._scheduler.prefilling)}
 
     def run(self) -> None:
         torch.set_num_threads(self._threads)
@@ -126,77 +124,60 @@ class Engine(threading.Thread):
     def _obey(self, command: Command) -> None:
         match command:
             case Prefill() | Generate() | Resume():
-                try:
-                    self._take(command)
-                except Exception as error:
-                    log.exception("%s could not be begun", command.key)
-                    self._scheduler.drop(command.key)
-                    self._runner.scrub(command.placement)
-                    self._on_event(ComputeFailed(command.key, _engine_error(error)))
+                with self._failing(command):
+                    self._begin(command)
             case Cancel(key):
-                if (found := self._scheduler.find(key)) is not None:
-                    self._finish(found, FinishReason.ABORT)
+                if (sequence := self._scheduler.remove(key)) is not None:
+                    self._finish(sequence, FinishReason.ABORT)
             case Scrub(key, placement):
                 self._runner.scrub(placement)
                 self._on_event(Scrubbed(key))
             case Stop():
                 self._stopping = True
 
-    def _take(self, command: Prefill | Generate | Resume) -> None:
-        """Begins a request."""
-        match command:
-            case Prefill():
-                sequence = self._sequence(command, Goal.HAND_OVER)
-                sequence.room, sequence.epoch, sequence.owner = command.room, command.epoch, command.owner
-                self._scheduler.prefilling.append(sequence)
-            case Generate():
-                self._scheduler.prefilling.append(self._sequence(command, Goal.ANSWER))
-            case Resume():
-                self._resume(command)
+    def _begin(self, command: Begin) -> None:
+        sequence = Sequence(
+            command, OutputProcessor(self._tokenizer, command.request.sampling, command.request.prompt_ids)
+        )
+        if isinstance(command, Resume):
+            self._resume(sequence, command)
+        else:
+            self._scheduler.add(sequence)
 
-    def _resume(self, command: Resume) -> None:
+    def _resume(self, sequence: Sequence, command: Resume) -> None:
         """Decodes on from a prompt that another node computed; its first token may already be the last."""
-        sequence = self._sequence(command, Goal.ANSWER)
-        if not self._owns(sequence, command.owner):
-            return
+        self._check_owner(command)
         n = sequence.n_computed = sequence.n_prompt
-        self._scheduler.decoding[sequence.key] = sequence
+        self._scheduler.add(sequence)
         if self._spec_tokens:
             streams = self._runner.handed_streams(sequence.placement)
             sequence.draft = DraftState(streams[None], valid_from=n - 1 if self._cold_draft else 0)
         self._append(sequence, [command.first])
 
-    def _sequence(self, command: Prefill | Generate | Resume, goal: Goal) -> Running:
-        request: GenerationRequest = command.request
-        processor = OutputProcessor(self._tokenizer, request.sampling, request.prompt_ids)
-        return Running(command.key, request, command.placement, goal, processor, list(request.prompt_ids))
-
     def _step(self) -> None:
         """One token (or several, with drafts) for every running request, then the next piece of the oldest prompts."""
-        if running := list(self._scheduler.decoding.values()):
+        if running := self._scheduler.decoding():
             self._decode(running)
         if chunks := self._scheduler.next_chunks():
             self._prefill(chunks)
 
-    def _decode(self, running: Sequence[Running]) -> None:
-        step = self._guarded(running, lambda: self._draft_and_verify(running))
-        if step is None:
-            self._one_by_one(running, lambda s: self._decode([s]))
-            return
-        drafts, output = step
-        chosen = self._choose(running, [1 + len(draft) for draft in drafts], output.logits)
-        row = 0
-        for sequence, draft, choices in zip(running, drafts, chosen, strict=True):
-            if choices is not None:
-                n = accepted(choices, draft)
-                sequence.n_computed += 1 + n
-                if sequence.draft is not None:
-                    streams = output.streams[row : row + 1 + n]
-                    sequence.draft = DraftState(streams, sequence.draft.valid_from)
-                self._guarded([sequence], partial(self._append, sequence, choices[: 1 + n], n_proposed=len(draft)))
-            row += 1 + len(draft)
+    # --- decode -------------------------------------------------------------------------------------------------------
 
-    def _draft_and_verify(self, running: Sequence[Running]) -> tuple[list[list[int]], ForwardOutput]:
+    def _decode(self, running: list[Sequence]) -> None:
+        for batch, (drafts, output) in self._computed(running, self._draft_and_verify):
+            chosen = self._choose(batch, [1 + len(draft) for draft in drafts], output.logits)
+            row = 0
+            for sequence, draft, choices in zip(batch, drafts, chosen, strict=True):
+                if choices is not None:
+                    n = 1 + accepted(choices, draft)
+                    sequence.n_computed += n
+                    if sequence.draft is not None:
+                        sequence.draft = DraftState(output.streams[row : row + n], sequence.draft.valid_from)
+                    with self._failing(sequence):
+                        self._append(sequence, choices[:n], n_proposed=len(draft))
+                row += 1 + len(draft)
+
+    def _draft_and_verify(self, running: list[Sequence]) -> tuple[list[list[int]], ForwardOutput]:
         """Drafts for each request (empty ones without speculation), and the target's forward over them."""
         drafts: list[list[int]] = [[] for _ in running]
         chains = {i: start for i, s in enumerate(running) if (start := s.chain_start(self._spec_tokens)) is not None}
@@ -206,49 +187,37 @@ class Engine(threading.Thread):
         segments = [sequence.verify_segment(draft) for sequence, draft in zip(running, drafts, strict=True)]
         return drafts, self._runner.forward(segments, every_row=True)
 
-    def _prefill(self, chunks: Sequence[Chunk]) -> None:
-        started = time.perf_counter()
-        sequences = [chunk.sequence for chunk in chunks]
-        output = self._guarded(sequences, lambda: self._prompt_forward(chunks))
-        if output is None:
-            parts = {id(chunk.sequence): chunk for chunk in chunks}
-            self._one_by_one(sequences, lambda s: self._prefill([parts[id(s)]]))
-            return
-        self._runner.synchronize()
-        elapsed = time.perf_counter() - started
-        row, done = 0, []
-        for i, chunk in enumerate(chunks):
-            row += chunk.n_tokens
-            if chunk.completes:
-                done.append((i, row - 1, chunk.sequence))
-            chunk.sequence.n_computed += chunk.n_tokens
-            chunk.sequence.prefill_s += elapsed
-            if chunk.sequence.goal is Goal.HAND_OVER and chunk.sequence.n_computed < chunk.sequence.n_prompt:
-                self._on_event(ChunkComputed(chunk.sequence.key, chunk.sequence.n_computed))
-        if not done:
-            return
-        for _, _, sequence in done:
-            self._scheduler.prefilling.remove(sequence)
-            self._scheduler.decoding[sequence.key] = sequence
-        finished = [sequence for _, _, sequence in done]
-        chosen = self._choose(finished, [1] * len(done), output.logits[[i for i, _, _ in done]])
-        for (_, last, sequence), choices in zip(done, chosen, strict=True):
-            if choices is None:
-                continue
-            if sequence.goal is Goal.HAND_OVER:
-                self._guarded([sequence], partial(self._hand_over, sequence, choices[0], output.streams[last]))
-            else:
-                if self._spec_tokens:
-                    sequence.draft = DraftState(output.streams[last : last + 1])
-                self._guarded([sequence], partial(self._append, sequence, choices))
+    # --- prefill ------------------------------------------------------------------------------------------------------
 
-    def _prompt_forward(self, chunks: Sequence[Chunk]) -> ForwardOutput:
-        """The target over the chunks, then the draft's window rows that will be read: position t with the prompt's
-        token t + 1.
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        for batch, (started, output) in self._computed(chunks, self._prompt_forward):
+            self._runner.synchronize()
+            elapsed = time.perf_counter() - started
+            done = []
+            for i, chunk in enumerate(batch):
+                sequence = chunk.sequence
+                self._scheduler.computed(chunk)
+                sequence.prefill_s += elapsed
+                if sequence.is_computed:
+                    done.append(i)
+                elif isinstance(sequence.command, Prefill):
+                    self._on_event(ChunkComputed(sequence.key, sequence.n_computed))
+            ends = list(accumulate(chunk.n_tokens for chunk in batch))
+            complete = [batch[i].sequence for i in done]
+            chosen = self._choose(complete, [1] * len(done), output.logits[done])
+            for i, sequence, choices in zip(done, complete, chosen, strict=True):
+                if choices is not None:
+                    with self._failing(sequence):
+                        self._end_prompt(sequence, choices, output.streams[ends[i] - 1])
+
+    def _prompt_forward(self, chunks: list[Chunk]) -> tuple[float, ForwardOutput]:
+        """When it began, and the target over the chunks, then the draft's window rows that will be read: position t
+        with the prompt's token t + 1.
         """
+        started = time.perf_counter()
         output = self._runner.forward([chunk.sequence.segment(chunk.n_tokens) for chunk in chunks])
         if not self._runner.drafts:
-            return output
+            return started, output
         segments, streams, row = [], [], 0
         for chunk in chunks:
             sequence = chunk.sequence
@@ -263,34 +232,36 @@ class Engine(threading.Thread):
             row += chunk.n_tokens
         if segments:
             self._runner.draft_rows(segments, torch.cat(streams))
-        return output
+        return started, output
 
-    def _hand_over(self, sequence: Running, first: TokenLogprob, streams: torch.Tensor) -> None:
-        """The end of a prompt on a prefill node: from here on its state belongs to the sender until it is scrubbed."""
-        self._scheduler.drop(sequence.key)
-        if not self._owns(sequence, sequence.owner):
+    def _end_prompt(self, sequence: Sequence, choices: list[TokenLogprob], streams: torch.Tensor) -> None:
+        """A prompt is computed, up to ``streams`` ``[N, D]`` of its last position, and its next token is chosen."""
+        if isinstance(sequence.command, Prefill):
+            self._hand_over(sequence, sequence.command, choices[0], streams)
             return
+        if self._spec_tokens:
+            sequence.draft = DraftState(streams[None])
+        self._append(sequence, choices)
+
+    def _hand_over(self, sequence: Sequence, command: Prefill, first: TokenLogprob, streams: torch.Tensor) -> None:
+        """The end of a prompt on a prefill node: from here on its state belongs to the sender until it is scrubbed."""
+        self._scheduler.remove(sequence.key)
+        self._check_owner(command)
         started = time.perf_counter()
         prompt, placement = sequence.request.prompt_ids, sequence.placement
-        digests = self._runner.hand_over(sequence.room, sequence.epoch, prompt, placement, first, streams)
+        digests = self._runner.hand_over(command.room, command.epoch, prompt, placement, first, streams)
         digest_s = time.perf_counter() - started
         self._on_event(PrefillFinished(sequence.key, first, digests, sequence.prefill_s, digest_s))
 
-    def _owns(self, sequence: Running, owner: Owner | None) -> bool:
-        """Whether the memory of the prompt's state is stamped with ``owner``; if not, the sequence is failed."""
-        if owner is None:
-            return True
-        try:
-            self._runner.check_owner(owner, sequence.n_prompt, sequence.placement)
-        except WrongOwner as error:
-            log.error("request %s failed: %s", sequence.key, error)
-            self._scheduler.drop(sequence.key)  # not scrubbed: the memory may be somebody else's
-            self._on_event(ComputeFailed(sequence.key, error.failure))
-            return False
-        return True
+    def _check_owner(self, command: Prefill | Resume) -> None:
+        """That the memory of the prompt's state is stamped as the command says. Raises :class:`WrongOwner`."""
+        if command.owner is not None:
+            self._runner.check_owner(command.owner, len(command.request.prompt_ids), command.placement)
+
+    # --- tokens -------------------------------------------------------------------------------------------------------
 
     def _choose(
-        self, sequences: Sequence[Running], widths: Sequence[int], logits: torch.Tensor
+        self, sequences: list[Sequence], widths: list[int], logits: torch.Tensor
     ) -> list[list[TokenLogprob] | None]:
         """Tokens for ``widths[i]`` consecutive rows of each sequence; one whose logits are not finite is failed and
         gets None.
@@ -299,26 +270,21 @@ class Engine(threading.Thread):
         for i, (s, width) in enumerate(zip(sequences, widths, strict=True)):
             params = s.request.sampling
             for j in range(width):
-                banned = s.processor.banned_ids_at(s.processor.n_generated + j)
+                banned = s.processor.banned_ids(j)
                 rows.append(RowSampling(params, params.seed or 0, len(s.tokens) + j, banned))
                 owner.append(i)
         bad: set[int] = set()
-        while True:
+        try:
+            choices = iter(sample(logits, rows))
+        except NonFiniteLogits as error:
+            bad = {owner[r] for r in error.rows}
+            for i in bad:
+                self._fail(sequences[i], error)
             kept = [r for r, i in enumerate(owner) if i not in bad]
-            try:
-                choices = sample(logits if not bad else logits[kept], [rows[r] for r in kept])
-                break
-            except NonFiniteLogits as error:
-                bad |= {owner[kept[r]] for r in error.rows}
-        for i in bad:
-            self._fail(sequences[i], _NON_FINITE)
-        chosen: list[list[TokenLogprob] | None] = [None if i in bad else [] for i in range(len(sequences))]
-        for r, choice in zip(kept, choices, strict=True):
-            if (mine := chosen[owner[r]]) is not None:
-                mine.append(choice)
-        return chosen
+            choices = iter(sample(logits[kept], [rows[r] for r in kept]))
+        return [None if i in bad else list(islice(choices, width)) for i, width in enumerate(widths)]
 
-    def _append(self, sequence: Running, choices: Sequence[TokenLogprob], *, n_proposed: int = 0) -> None:
+    def _append(self, sequence: Sequence, choices: list[TokenLogprob], *, n_proposed: int = 0) -> None:
         """Adds chosen tokens to a running sequence and reports them; ends the sequence if one of them does.
 
         Of ``n_proposed`` drafted tokens those count as accepted that were given out beside the one that every step
@@ -333,43 +299,50 @@ class Engine(threading.Thread):
             if output.finish_reason is not None:
                 self._finish(sequence, output.finish_reason)
 
-    def _finish(self, sequence: Running, reason: FinishReason) -> None:
-        self._release(sequence)
+    # --- ends ---------------------------------------------------------------------------------------------------------
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._scheduler.remove(sequence.key)
+        self._runner.scrub(sequence.placement)
         self._on_event(Finished(sequence.key, reason))
 
-    def _fail(self, sequence: Running, failure: Failure) -> None:
-        log.error("request %s failed: %s: %s", sequence.key, failure.code, failure.reason)
-        self._release(sequence)
-        self._on_event(ComputeFailed(sequence.key, failure))
+    def _fail(self, request: Sequence | Begin, error: Exception) -> None:
+        """Ends a request with an error. Memory that may be another's is left as it is."""
+        trace = None
+        match error:
+            case WrongOwner():
+                failure = error.failure
+            case NonFiniteLogits():
+                failure = _NON_FINITE
+            case _:
+                failure, trace = Failure("engine_error", f"{type(error).__name__}: {error}"), error
+        log.error("request %s failed: %s: %s", request.key, failure.code, failure.reason, exc_info=trace)
+        self._scheduler.remove(request.key)
+        if not isinstance(error, WrongOwner):
+            self._runner.scrub(request.placement)
+        self._on_event(ComputeFailed(request.key, failure))
 
-    def _release(self, sequence: Running) -> None:
-        self._scheduler.drop(sequence.key)
-        self._runner.scrub(sequence.placement)
+    @contextlib.contextmanager
+    def _failing(self, request: Sequence | Begin) -> Iterator[None]:
+        """An error inside is this request's end, and nothing else's."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  (logged with the failure)
+            self._fail(request, error)
 
-    def _guarded(self, sequences: Sequence[Running], compute: Callable[[], T]) -> T | None:
-        """Runs a computation. An error in a batch of one fails that request; of a larger batch the caller tries each
-        alone.
+    def _computed(self, items: list[Item], forward: Callable[[list[Item]], T]) -> Iterator[tuple[list[Item], T]]:
+        """``items`` with the result of their common forward. If that fails, each alone (a forward may be repeated: it
+        writes the same rows), without those that fail alone too and so have ended.
         """
         try:
-            return compute()
-        except Exception as error:
-            if len(sequences) > 1:
-                log.warning("a step over %d requests failed (%s), trying each alone", len(sequences), error)
-            elif isinstance(error, NonFiniteLogits):
-                self._fail(sequences[0], _NON_FINITE)
-            else:
-                log.exception("a step of %s failed", sequences[0].key)
-                self._fail(sequences[0], _engine_error(error))
-            return None
-
-    def _one_by_one(self, sequences: Sequence[Running], step: Callable[[Running], None]) -> None:
-        """After a failed batch: repeats the step for each request alone (a forward may be repeated: it writes the same
-        rows).
-        """
-        if len(sequences) > 1:
-            for sequence in sequences:
-                step(sequence)
-
-
-def _engine_error(error: Exception) -> Failure:
-    return Failure("engine_error", f"{type(error).__name__}: {error}")
+            result = forward(items)
+        except Exception as error:  # noqa: BLE001  (logged here, or with the failure)
+            if len(items) == 1:
+                self._fail(items[0].sequence if isinstance(items[0], Chunk) else items[0], error)
+                return
+            log.warning("a step over %d requests failed (%s), trying each alone", len(items), error)
+        else:
+            yield items, result
+            return
+        for item in items:
+            yield from self._computed([item], forward)

@@ -1,4 +1,4 @@
-"""What a node tells its engine thread, and what the engine thread tells the node: small frozen records."""
+"""What a node and its engine thread send each other: commands to the engine, events back; small frozen records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from server.failure import Failure
 
 @dataclass(frozen=True)
 class Prefill:
-    """Compute the prompt and its first token into ``placement`` and stop there (the prefill node's only work).
+    """Compute the prompt and its first token into ``placement`` and stop there (all that a prefill node does).
 
     The memory must be stamped with ``owner`` when the digests are taken; None: do not look.
     """
@@ -68,7 +68,8 @@ class Stop:
     """End the thread after the current step."""
 
 
-Command = Prefill | Generate | Resume | Cancel | Scrub | Stop
+Begin = Prefill | Generate | Resume
+Command = Begin | Cancel | Scrub | Stop
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Scrubbed:
 
 @dataclass(frozen=True)
 class Died:
-    """The engine thread ended by an exception: the process must say so in ``/health`` and end."""
+    """The engine thread ended by an exception: the process must report it in ``/health`` and end."""
 
     message: str
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from server.engine.tokenizer_process import TokenizerProcess
 
 DEFAULT_MAX_TOKENS = 2048
 """Tokens to generate where neither the request nor the checkpoint says it, unless an option does."""
@@ -133,36 +136,6 @@ class Generation(Protocol):
     def abort(self) -> None: ...
 
 
-@dataclass(eq=False)
-class EncodingJob:
-    """Texts to tokenize in one go. Set ``cancelled`` from any thread: nobody waits for the ids any more."""
-
-    texts: Sequence[str]
-    add_special_tokens: bool = True
-    cancelled: bool = False
-
-
-class EncoderProcess(Protocol):
-    """Another process that tokenizes, so that a text can be given up. Blocking: for a thread of its own."""
-
-    def start(self) -> None:
-        """Makes ready now what :meth:`encode` would else start."""
-        ...
-
-    def encode(self, job: EncodingJob) -> list[list[int]]:
-        """Ids of each text, with special tokens where the job asks for them.
-
-        Raises :class:`.RequestFailed`: the process ended, or the job is cancelled.
-        """
-        ...
-
-    def cancel(self, job: EncodingJob) -> None:
-        """Ends ``job`` by ending the process; the next job starts another. May be called from any thread."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class TokenizerLike(Protocol):
     """What the API needs from a tokenizer (``server.engine.tokenizer.Tokenizer`` is the real one)."""
 
@@ -177,7 +150,7 @@ class TokenizerLike(Protocol):
 
     def with_one_bos(self, ids: list[int]) -> list[int]: ...
 
-    def process(self) -> EncoderProcess: ...
+    def process(self) -> TokenizerProcess: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -199,7 +172,7 @@ class TokenizerLike(Protocol):
 
 
 class Backend(Protocol):
-    """What an HTTP app serves: a decode node, or a prefill node, which answers only requests whose room is named."""
+    """What an HTTP app serves: a decode node, or a prefill node, which answers only requests with a routed room."""
 
     role: str
     model_name: str

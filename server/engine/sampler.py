@@ -17,7 +17,7 @@ GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would leave nothing but ties."""
 CHOOSE = "choose"
 """The purpose of the draw that chooses a token; other purposes get independent numbers at the same position."""
-_FIRST_RANKED = 512
+FIRST_RANKED = 512
 _MASK64 = (1 << 64) - 1
 
 Floats = npt.NDArray[np.float64]
@@ -131,8 +131,8 @@ def _ranked_prefixes(weights: Floats, top_k: int | None) -> Iterator[Ids]:
     if top_k:
         yield ranked(weights, top_k)
         return
-    if len(weights) > 4 * _FIRST_RANKED:
-        yield ranked(weights, _FIRST_RANKED)
+    if len(weights) > 4 * FIRST_RANKED:
+        yield ranked(weights, FIRST_RANKED)
     yield ranked(weights, len(weights))
 
 

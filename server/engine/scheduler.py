@@ -1,52 +1,37 @@
-"""What the next step computes.
-
-Every running request decodes; prompts are prefilled in chunks, first come first served.
+"""The requests of one engine and what the next step computes: every running request decodes, and prompts are prefilled
+in chunks, first come first served.
 """
 
 from __future__ import annotations
 
-import enum
-from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from server.cache.layout import Placement
-from server.cache.owners import Owner
-from server.engine.request import GenerationRequest
+from server.engine.events import Begin
 from server.engine.speculation import ChainStart, DraftState
 from server.engine.stopping import OutputProcessor
 from server.model.batch import Segment
 
 
-class Goal(enum.Enum):
-    """What a sequence is here for: its prompt only (prefill node), or an answer."""
-
-    HAND_OVER = "hand over"
-    ANSWER = "answer"
-
-
-@dataclass
 class Sequence:
     """One request in the engine. ``tokens`` are prompt and answer; the state of the first ``n_computed`` is in the
     pools.
     """
 
-    key: Hashable
-    request: GenerationRequest
-    placement: Placement
-    goal: Goal
-    processor: OutputProcessor
-    tokens: list[int]
-    n_computed: int = 0
-    room: int = 0
-    epoch: int = 0
-    owner: Owner | None = None
-    prefill_s: float = 0.0
-    draft: DraftState | None = None
+    def __init__(self, command: Begin, processor: OutputProcessor) -> None:
+        self.command = command
+        self.key, self.request, self.placement = command.key, command.request, command.placement
+        self.processor = processor
+        self.tokens = list(command.request.prompt_ids)
+        self.n_prompt = len(self.tokens)
+        self.n_computed = 0
+        self.prefill_s = 0.0
+        self.draft: DraftState | None = None
 
     @property
-    def n_prompt(self) -> int:
-        return len(self.request.prompt_ids)
+    def is_computed(self) -> bool:
+        """Whether the state of the whole prompt is in the pools."""
+        return self.n_computed >= self.n_prompt
 
     def segment(self, n_tokens: int) -> Segment:
         """The next ``n_tokens`` whose state is not computed yet."""
@@ -73,27 +58,35 @@ class Chunk:
     sequence: Sequence
     n_tokens: int
 
-    @property
-    def completes(self) -> bool:
-        return self.sequence.n_computed + self.n_tokens == self.sequence.n_prompt
-
 
 class Scheduler:
-    """The sequences of one engine: prompts in arrival order, and those that decode."""
+    """Owns the sequences of one engine, from :meth:`add` to :meth:`remove`."""
 
     def __init__(self, chunk_tokens: int) -> None:
-        self.chunk_tokens = chunk_tokens
-        self.prefilling: deque[Sequence] = deque()
-        self.decoding: dict[Hashable, Sequence] = {}
+        self._chunk_tokens = chunk_tokens
+        self._prompts: dict[Hashable, Sequence] = {}
+        self._decoding: dict[Hashable, Sequence] = {}
 
     @property
     def idle(self) -> bool:
-        return not self.prefilling and not self.decoding
+        return not self._prompts and not self._decoding
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes a prompt to compute, or a sequence that decodes on from one that is computed."""
+        (self._decoding if sequence.is_computed else self._prompts)[sequence.key] = sequence
+
+    def remove(self, key: Hashable) -> Sequence | None:
+        """Forgets a sequence; None if it is not here any more."""
+        return self._decoding.pop(key, None) or self._prompts.pop(key, None)
+
+    def decoding(self) -> list[Sequence]:
+        """All that get their next token in this step."""
+        return list(self._decoding.values())
 
     def next_chunks(self) -> list[Chunk]:
         """Up to ``chunk_tokens`` of prompt, oldest prompts first; only the last one may be left unfinished."""
-        chunks, budget = [], self.chunk_tokens
-        for sequence in self.prefilling:
+        chunks, budget = [], self._chunk_tokens
+        for sequence in self._prompts.values():
             if budget == 0:
                 break
             n_tokens = min(budget, sequence.n_prompt - sequence.n_computed)
@@ -101,12 +94,10 @@ class Scheduler:
             budget -= n_tokens
         return chunks
 
-    def find(self, key: Hashable) -> Sequence | None:
-        if key in self.decoding:
-            return self.decoding[key]
-        return next((sequence for sequence in self.prefilling if sequence.key == key), None)
-
-    def drop(self, key: Hashable) -> None:
-        """Forgets a sequence, wherever it is."""
-        self.decoding.pop(key, None)
-        self.prefilling = deque(sequence for sequence in self.prefilling if sequence.key != key)
+    def computed(self, chunk: Chunk) -> None:
+        """The state of a chunk is in the pools; a prompt that is complete with it decodes from the next step on."""
+        sequence = chunk.sequence
+        sequence.n_computed += chunk.n_tokens
+        if sequence.is_computed:
+            self.remove(sequence.key)
+            self.add(sequence)

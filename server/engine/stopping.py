@@ -22,7 +22,7 @@ class OutputProcessor:
       is reported, but its text is not.
     - A stop string ends the text exactly before it; the token that completes it is the last one. Of several stop
       strings the one that is complete first counts, of those the longest. Text that may yet become one is held back.
-    - Neither ends anything at ``i < min_tokens``; the sampler must not choose :attr:`banned_ids` there.
+    - Neither ends anything at ``i < min_tokens``; the sampler must not choose :meth:`banned_ids` there.
     - At ``max_tokens`` tokens all text is given out. A stop at the same token has precedence.
 
     A log probability is reported with its token's place in the text, as soon as that is certain: a token inside of what
@@ -46,14 +46,9 @@ class OutputProcessor:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    @property
-    def banned_ids(self) -> frozenset[int]:
-        """Ids that the next token may not be, because they would end the generation before ``min_tokens``."""
-        return self.banned_ids_at(self.n_generated)
-
-    def banned_ids_at(self, index: int) -> frozenset[int]:
-        """Like :attr:`banned_ids` for the generated token number ``index`` (from 0), for steps of several tokens."""
-        return self._end_ids if index < self._sampling.min_tokens else frozenset()
+    def banned_ids(self, n_ahead: int = 0) -> frozenset[int]:
+        """Ids that the token ``n_ahead`` behind the next one may not be: they would end it before ``min_tokens``."""
+        return self._end_ids if self.n_generated + n_ahead < self._sampling.min_tokens else frozenset()
 
     def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> TokenOutput | None:
         """Takes the next tokens, with one of ``logprobs`` for each if the request asked for them.
@@ -82,14 +77,6 @@ class OutputProcessor:
             stop_reason=self.stop_reason,
             completes_prompt=bool(text) and self._n_chars == len(text) and self._detokenizer.completes_context,
         )
-
-    def abort(self) -> TokenOutput | None:
-        """Ends the generation from outside: the text so far, or None if it has ended before."""
-        if self.finished:
-            return None
-        self.finish_reason = FinishReason.ABORT
-        text = self._stops.feed(self._detokenizer.flush(), may_stop=False) + self._stops.flush()
-        return TokenOutput(token_ids=(), text=text, finish_reason=FinishReason.ABORT)
 
     def _take(self, token_id: int) -> str:
         may_stop = self.n_generated >= self._sampling.min_tokens

@@ -158,10 +158,6 @@ class Tokenizer:
                 return bytes(table[char] for char in token)
         return self.token_text(token_id).encode()
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._hf.chat_template)
-
     @cached_property
     def _template_text(self) -> str:
         """The source of the chat template, of all of them if there are several."""
@@ -178,7 +174,7 @@ class Tokenizer:
     def template_knows_role(self, role: str) -> bool:
         """Whether the chat template marks messages of this role: it names the role, or writes the name of any role.
 
-        One that does neither would paste such a message as if the user had said it, who needs no mark.
+        One that does neither would paste such a message like one of the user, who needs no mark.
         """
         if role == "user":
             return True
@@ -190,18 +186,8 @@ class Tokenizer:
         messages = [{"role": "user", "content": "a"}, {"role": _NO_ROLE, "content": "b"}]
         try:
             return _NO_ROLE in str(self._hf.apply_chat_template(messages, tokenize=False))
-        except Exception:  # noqa: BLE001  (a template may raise anything; it will again, and the client is told)
+        except Exception:  # noqa: BLE001  (a template may raise anything; it will again, and the client gets the error)
             return True
-
-    def apply_chat_template(
-        self, messages: list[dict[str, Any]], /, *, add_generation_prompt: bool = True, **variables: Any
-    ) -> list[int]:
-        """Token ids of a conversation, by the model directory's chat template.
-
-        :raises RequestFailed: as :meth:`render_chat` and :meth:`encode`.
-        """
-        text = self.render_chat(messages, variables, add_generation_prompt=add_generation_prompt)
-        return self.encode_rendered(text)
 
     def render_chat(
         self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool = True
@@ -211,7 +197,7 @@ class Tokenizer:
         :raises RequestFailed: 400 ``no_chat_template``, ``invalid_chat_template_kwargs`` (a name that is not the
             template's but an argument of the call) or ``chat_template_error`` (the template cannot take the messages).
         """
-        if not self.has_chat_template:
+        if not self._hf.chat_template:
             reason = (
                 "This model has no chat template: use /v1/completions, or give its directory a chat_template.jinja."
             )

@@ -10,10 +10,10 @@ import sys
 import threading
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from server.engine.request import EncodingJob
 from server.engine.tokenizer_worker import ERROR, HEADER, RESIDENT, WITH_SPECIAL_TOKENS, WITHOUT_SPECIAL_TOKENS
 from server.failure import Failure, RequestFailed
 
@@ -24,6 +24,15 @@ COMMAND = (sys.executable, "-P", str(WORKER))  # -P: the modules beside the work
 MAX_GROWTH_NBYTES = 64 << 20
 """A process that has grown by more, since it was ready, ends after its job: the allocator keeps what it once had."""
 _END_S = 5.0
+
+
+@dataclass(eq=False)
+class EncodingJob:
+    """Texts to tokenize in one go. Set ``cancelled`` from any thread: nobody waits for the ids any more."""
+
+    texts: Sequence[str]
+    add_special_tokens: bool = True
+    cancelled: bool = False
 
 
 class TokenizerProcess:
@@ -42,7 +51,7 @@ class TokenizerProcess:
         self._lock = threading.Lock()  # held for moments only: the event loop takes it to cancel
         self._process: subprocess.Popen[bytes] | None = None
         self._job: EncodingJob | None = None
-        """What the process works on, and may be killed for."""
+        """The current job; to cancel it is to kill the process."""
         self._is_ready = False
         self._ready_nbytes = 0
 
@@ -52,9 +61,14 @@ class TokenizerProcess:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
+        """Makes ready now what :meth:`encode` would else start."""
         self.encode(EncodingJob(()))
 
     def encode(self, job: EncodingJob) -> list[list[int]]:
+        """Ids of each text, with special tokens where the job asks for them. Blocking: for a thread of its own.
+
+        Raises :class:`RequestFailed`: the process ended, or the job is cancelled.
+        """
         try:
             return self._encode(job)
         finally:
@@ -90,6 +104,7 @@ class TokenizerProcess:
         return ids
 
     def cancel(self, job: EncodingJob) -> None:
+        """Ends ``job`` by ending the process; the next job starts another. May be called from any thread."""
         with self._lock:
             job.cancelled = True
             if self._process is not None and self._job is job:

@@ -41,7 +41,7 @@ def main() -> None:
             if sys.byteorder == "big":
                 ids.byteswap()
             _write(sink, IDS, ids.tobytes())
-        except Exception as error:  # noqa: BLE001 - told to the one who asked; the next text is another
+        except Exception as error:  # noqa: BLE001 - sent to the caller; the next text is another
             _write(sink, ERROR, repr(error).encode("utf-8", "replace")[:1000])
 
 

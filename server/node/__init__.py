@@ -1,5 +1,4 @@
-"""What both nodes share: the parts and settings that they are built from, their ports, their log, and what they say of
-themselves.
+"""What both nodes share: options, what a node is built from, the base of both, how a process runs it, ports and logs.
 
-Imports ``server.engine``, ``server.transfer`` and ``server.cache``.
+Imports ``server.engine``, ``server.transfer`` and ``server.cache``; ``build`` and ``run`` wire up everything else.
 """

@@ -1,4 +1,4 @@
-"""What a node of either role is built from, and what it says about itself."""
+"""What a node of either role is built from."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class NodeContext:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSettings:
-    """What both roles are told. ``max_context`` is in tokens, ``spec_tokens`` in draft tokens of one step.
+    """The settings of both roles. ``max_context`` is in tokens, ``spec_tokens`` in draft tokens of one step.
 
     ``max_queue`` is how many requests may wait for a slot and pages. ``guard`` says who may be a peer.
 
@@ -56,32 +56,3 @@ class NodeSettings:
     guard: Guard = field(default_factory=Guard)
     facts: Mapping[str, Any] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
-
-
-def common_info(role: str, incarnation: str, settings: NodeSettings, parts: NodeContext) -> dict[str, Any]:
-    """What ``/server_info`` says of a node of either role."""
-    return {
-        "disaggregation_mode": role,
-        "served_model_name": settings.model_name,
-        "max_context": settings.max_context,
-        "incarnation": incarnation,
-        "model_fingerprint": parts.identity.model,
-        "tokenizer_fingerprint": parts.identity.tokenizer,
-        "dtype": parts.identity.dtype,
-        "page_size": parts.arena.layout.page_size,
-        **settings.facts,
-        "control_plane_takes": settings.guard.rule,
-        "faults": parts.faults.describe(),
-        "allocator": parts.allocator.counts(),
-    }
-
-
-def load_of(parts: NodeContext, n_requests: int, n_waiting: int) -> dict[str, int]:
-    """What ``/get_load`` says: requests under way, those of them that wait, and the tokens that held pages are for."""
-    pages = parts.allocator.counts()["pages"]
-    n_held = sum(pages.values()) - pages["free"]
-    return {
-        "num_reqs": n_requests,
-        "num_waiting_reqs": n_waiting,
-        "num_tokens": n_held * parts.arena.layout.page_size,
-    }

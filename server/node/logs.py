@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
 
-from server.node.native_log import NativeLog
+from server.node.native_log import native_log
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ FLUSH_S = 2.0
 _BLOCK_NBYTES = 64 << 10
 
 QUIET_LIBRARIES = {"httpx": logging.WARNING, "transformers": logging.WARNING, "uvicorn.error": logging.WARNING}
-"""Libraries that tell at ``info`` what only their developers need."""
+"""Libraries that log at ``info`` what only their developers need."""
 HARMLESS = ("Token indices sequence length is longer than the specified maximum sequence length",)
 """Warnings of libraries about what this server checks itself: lowered to ``debug``."""
 
@@ -166,11 +166,12 @@ class _StderrLines(io.TextIOBase):
 
 @contextlib.contextmanager
 def process_log(level: str) -> Iterator[LogWriter]:
-    """Everything that this process says, in Python or natively, goes through one :class:`LogWriter` to standard error,
-    from ``level`` (``debug`` .. ``error``) on. At the end, in at most some seconds, all of it is written.
+    """Everything that this process logs or prints, in Python or natively, goes through one :class:`LogWriter` to
+    standard error, from ``level`` (``debug`` .. ``error``) on. At the end, in at most some seconds, all of it is
+    written.
 
-    What :mod:`faulthandler` says of a crash goes to standard error directly. Native words of the last moment before it
-    may be lost.
+    What :mod:`faulthandler` writes at a crash goes to standard error directly. Native lines of the last moment before
+    it may be lost.
     """
     real_fd = os.dup(2)
     writer = LogWriter(real_fd)
@@ -178,9 +179,8 @@ def process_log(level: str) -> Iterator[LogWriter]:
     crash_fd = _crash_descriptor(real_fd)
     had_faulthandler = faulthandler.is_enabled()
     faulthandler.enable(file=crash_fd)
-    native = NativeLog()
     try:
-        with _logging_to(QueueingHandler(writer), level), native.captured():
+        with _logging_to(QueueingHandler(writer), level), native_log():
             yield writer
     finally:
         faulthandler.disable()
@@ -229,7 +229,7 @@ def _exc_info(error: BaseException) -> tuple[type[BaseException], BaseException,
 
 
 def _crash_descriptor(fd: int) -> int:
-    """Where a crash is told: ``fd``, or, where that is a pipe, a way into it that never holds up a dying process."""
+    """Where a crash is reported: ``fd``, or, of a pipe, a way into it that never holds up a dying process."""
     if stat.S_ISFIFO(os.fstat(fd).st_mode):
         with contextlib.suppress(OSError):
             return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK)

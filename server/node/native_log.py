@@ -20,34 +20,31 @@ _MAX_LINE_NBYTES = 8 << 10
 _END_S = 0.5
 _GLOG = re.compile(r"^([IWEF])\d{4} [\d:.]+ +\d+ ([\w.+-]+:\d+)\] ?(.*)$")
 _LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.WARNING, "F": logging.CRITICAL}
-"""Mooncake's errors are failed transfers: the node handles each, and says by itself what it means for a request."""
+"""Mooncake's errors are failed transfers: the node handles each, and logs what it means for a request."""
 _HARMLESS = ("Local segment descriptor not found", "Logging before InitGoogleLogging() is written to STDERR")
-"""Said by Mooncake at every start."""
+"""Mooncake logs these at every start."""
 
 _mooncake, _other = logging.getLogger("mooncake"), logging.getLogger("native")
 
 
-class NativeLog:
-    """Captures descriptor 2."""
-
-    @contextlib.contextmanager
-    def captured(self) -> Iterator[None]:
-        """While inside, lines on descriptor 2 are logged; afterwards the descriptor is as it was."""
-        reading, writing = os.pipe()
-        with contextlib.suppress(OSError):  # more room is better, not needed
-            fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_NBYTES)
-        os.set_blocking(writing, False)
-        before = os.dup(2)
-        os.dup2(writing, 2)
-        os.close(writing)
-        reader = threading.Thread(target=_log_lines, args=(reading,), name="native log", daemon=True)
-        reader.start()
-        try:
-            yield
-        finally:
-            os.dup2(before, 2)
-            os.close(before)
-            reader.join(_END_S)  # a child process may hold the pipe open
+@contextlib.contextmanager
+def native_log() -> Iterator[None]:
+    """While inside, lines on descriptor 2 are logged; afterwards the descriptor is as it was."""
+    reading, writing = os.pipe()
+    with contextlib.suppress(OSError):  # more room is better, not needed
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_NBYTES)
+    os.set_blocking(writing, False)
+    before = os.dup(2)
+    os.dup2(writing, 2)
+    os.close(writing)
+    reader = threading.Thread(target=_log_lines, args=(reading,), name="native log", daemon=True)
+    reader.start()
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        reader.join(_END_S)  # a child process may hold the pipe open
 
 
 def _log_lines(reading: int) -> None:

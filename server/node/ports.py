@@ -1,4 +1,4 @@
-"""The ports of a node: taken before anything else is done, so that a node that cannot have them says so at once."""
+"""The ports of a node: taken before anything is loaded, so that a node that cannot have them fails at once."""
 
 from __future__ import annotations
 

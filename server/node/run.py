@@ -1,4 +1,4 @@
-"""Runs one node: engine thread, HTTP server, signals, and a clean end."""
+"""Runs one node: the process with its log, engine thread, HTTP server and signals, to a clean end."""
 
 from __future__ import annotations
 
@@ -7,82 +7,125 @@ import contextlib
 import gc
 import logging
 import math
+import os
 import signal
 import socket
-import threading
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from types import FrameType
+from typing import Any
 
 import uvicorn
+import uvloop
+from transformers.utils import logging as transformers_log
 
 from server import __version__
 from server.api import create_app
 from server.api.http_connections import ConnectionManager, allow_open_files
 from server.api.http_limits import HttpLimits
 from server.api.http_protocol import http_config
+from server.cache.specs import LayoutError
 from server.engine.engine import Engine
-from server.engine.events import Event
-from server.engine.request import Backend
-from server.node.build import END_SIGNALS, Groundwork
-from server.node.ports import url_of
+from server.failure import RequestFailed
+from server.faults.spec import FaultError
+from server.model.config import CheckpointError
+from server.node.base import BaseNode
+from server.node.logs import open_standard_streams, process_log
+from server.node.options import NodeOptions
+from server.node.ports import PortError, url_of
 from server.threads import call_in_thread
+from server.transfer.auth import AuthError
+from server.transfer.deadlines import DeadlineError
+from server.transfer.engines.base import TransferError
 
 log = logging.getLogger(__name__)
 
+STARTUP_ERRORS = (
+    AuthError,
+    CheckpointError,
+    LayoutError,
+    PortError,
+    TransferError,
+    FaultError,
+    DeadlineError,
+    RequestFailed,
+    OSError,
+)
+"""What a wrong option, checkpoint or port raises, in words that need no addition."""
+
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""They ask a node to end. The last one comes when its terminal is closed."""
+
+MAX_SENTENCE_CHARS = 1000
 _LOOK_S = 0.05
 _DEAD_S = 1.0
-"""How long a node that has died still says so in ``/health`` before the process ends."""
+"""How long ``/health`` still reports that the node has died before the process ends."""
 _SHUTDOWN_S = 5
 """How long answers that are over may take to reach their clients."""
 
 
-class Node(Backend, Protocol):
-    """What a launcher needs of a node beside the HTTP backend."""
+class _EndedEarly(BaseException):
+    """A signal asked for the end before the node served."""
 
-    async def start(self) -> None: ...
 
-    def drain(self) -> None:
-        """Takes nothing new, and refuses by name what has not begun; what is under way goes on."""
-        ...
+def run(prog: str, options: NodeOptions, start: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Runs ``start`` with the log of a process. What it raises is a start-up error: one sentence on standard error and
+    exit code 2.
+    """
+    open_standard_streams()
+    with process_log(options.log_level):
+        transformers_log.disable_default_handler()  # it writes in a format of its own
+        transformers_log.enable_propagation()
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        try:
+            with _signals_end_at_once(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(start())
+        except _EndedEarly:
+            log.info("ended by a signal before it served")
+            return 0
+        except Exception as error:
+            log.debug("the node could not start", exc_info=True)
+            sentence = _one_sentence(error)
+    with contextlib.suppress(OSError):
+        print(f"{prog}: {sentence}", file=sys.stderr)  # noqa: T201  (the command line's own words)
+    return 2
 
-    @property
-    def busy(self) -> bool:
-        """Whether something is under way."""
-        ...
 
-    async def stop(self) -> None:
-        """Fails what is left, by name, and closes every connection."""
-        ...
+def _one_sentence(error: Exception) -> str:
+    words = " ".join(str(error).split())[:MAX_SENTENCE_CHARS]
+    if isinstance(error, STARTUP_ERRORS):
+        return words
+    return f"could not start: {type(error).__name__}: {words} (--log-level debug shows where)"
 
-    def vital(self, thread: threading.Thread) -> None:
-        """The node cannot live without ``thread``."""
-        ...
 
-    def on_engine_event(self, event: Event) -> None: ...
+@contextlib.contextmanager
+def _signals_end_at_once() -> Iterator[None]:
+    """Until the node serves, and has signal handlers of its own, there is nothing to bring to an end."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise _EndedEarly
+
+    before = {number: signal.getsignal(number) for number in END_SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 async def serve(
-    node: Node, ground: Groundwork, listener: socket.socket, *, spec_tokens: int = 0, cold_draft: bool = False
+    node: BaseNode, engine: Engine, options: NodeOptions, listener: socket.socket, *, api_key: str | None
 ) -> int:
     """Runs a node until SIGINT, SIGTERM or SIGHUP; the process's exit code: 0, or 1 if a vital part of it died.
 
     The first signal lets what is under way come to its end, for up to ``drain_timeout_s``; a second one ends it at
-    once. ``listener`` is the HTTP port. The engine drafts ``spec_tokens`` a step. What is raised was raised before the
-    node served.
+    once. ``listener`` is the HTTP port. What is raised was raised before the node served.
     """
-    options = ground.options
-    engine = Engine(
-        ground.runner,
-        ground.tokenizer,
-        node.on_engine_event,
-        chunk_tokens=options.chunk_tokens,
-        threads=options.threads,
-        spec_tokens=spec_tokens,
-        cold_draft=cold_draft,
-    )
-    ground.inbox.attach(engine)
-    server, signals = _Server(_http_config(node, ground)), _Signals()
+    server, signals = _Server(_http_config(node, options, api_key)), _Signals()
     async with _running(node, engine):
         # What is loaded stays: a full collection, which any large request brings on, would hold the event loop for a
         # quarter of a second to look at it all again.
@@ -93,7 +136,7 @@ async def serve(
             log.info("%s node serves %s", node.role, url_of(listener))
         await _until(lambda: signals.n_seen > 0 or serving.done() or not node.alive()[0])
         if signals.n_seen:
-            await _drain(node, signals, options.limits.drain_timeout_s)
+            await _drain(node, signals, options.drain_timeout_s)
     is_alive, reason = node.alive()
     if not is_alive:
         log.error("stopping: %s", reason)
@@ -107,12 +150,11 @@ async def serve(
     return 0 if is_alive and signals.n_seen else 1
 
 
-def _http_config(node: Node, ground: Groundwork) -> uvicorn.Config:
-    options, registry = ground.options, ground.parts.metrics.registry
-    http = options.http
-    limits = HttpLimits(max_connections=http.max_connections, keep_alive_s=http.keep_alive_s)
-    allow_open_files(http.max_connections)
-    app = create_app(node, registry, version=__version__, api_key=ground.keys.api_key, cors_origins=http.cors_origins)
+def _http_config(node: BaseNode, options: NodeOptions, api_key: str | None) -> uvicorn.Config:
+    limits = HttpLimits(max_connections=options.max_connections, keep_alive_s=options.keep_alive_s)
+    allow_open_files(options.max_connections)
+    registry = node.metrics.registry
+    app = create_app(node, registry, version=__version__, api_key=api_key, cors_origins=options.cors_origins)
     return http_config(
         app,
         ConnectionManager(limits, registry),
@@ -148,7 +190,7 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def _running(node: Node, engine: Engine) -> AsyncIterator[None]:
+async def _running(node: BaseNode, engine: Engine) -> AsyncIterator[None]:
     engine.start()
     try:
         await node.start()
@@ -159,7 +201,7 @@ async def _running(node: Node, engine: Engine) -> AsyncIterator[None]:
         await call_in_thread("stop engine", engine.stop)
 
 
-async def _drain(node: Node, signals: _Signals, timeout_s: float) -> None:
+async def _drain(node: BaseNode, signals: _Signals, timeout_s: float) -> None:
     log.info("ending: up to %g s for what is under way; a second signal ends at once", timeout_s)
     node.drain()
     await _until(lambda: not node.busy or signals.n_seen > 1 or not node.alive()[0], timeout_s)

@@ -1,7 +1,8 @@
 """P's transfer thread: takes batches of pieces, keeps a bounded number in flight, and says how each batch ended.
 
-There is one :class:`Sender` for each decode incarnation, and it alone touches its transport engine. Everything else
-calls :meth:`Sender.send` and :meth:`Sender.cancel`, and hears exactly one :class:`SendResult` a batch.
+There is one :class:`KVSender` for each registration of a decode process, and it alone touches its transport engine.
+Everything else calls :meth:`KVSender.send` and :meth:`KVSender.cancel`, and gets exactly one :class:`SendResult` a
+batch.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Hashable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 from server.failure import Failure
+from server.threads import call_in_thread
 from server.transfer.engines.base import EngineClosed, PieceStatus, SubmitFailed, Ticket, TransferEngine
 
 log = logging.getLogger(__name__)
@@ -51,7 +55,7 @@ class SendJob:
     batch_id: int
     pieces: tuple[Piece, ...]
     deadline_s: float
-    """On the clock of ``time.monotonic()``."""
+    """On the sender's clock."""
 
 
 class SendOutcome(enum.StrEnum):
@@ -81,7 +85,7 @@ class SendResult:
     quiesced: bool
     """No piece that was ever submitted for ``key``, in this batch or another, can write any more."""
     elapsed_s: float = 0.0
-    """From :meth:`Sender.send` to this result."""
+    """From :meth:`KVSender.send` to this result."""
 
     def failure(self, components: Container[str]) -> Failure | None:
         """Why the batch was not applied, or None; names the one of ``components`` that the reason begins with."""
@@ -139,25 +143,23 @@ class _InFlight:
     job: _Job
 
 
-@dataclass(frozen=True)
-class _Cancel:
-    key: Hashable
+class Sender(Protocol):
+    """The way of a room's state into one decode node: a :class:`KVSender`, or a simulated one."""
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """What must live for results to come, if anything."""
+
+    def send(self, job: SendJob) -> None: ...
+
+    def cancel(self, key: Hashable) -> None: ...
+
+    def forget(self, key: Hashable) -> None: ...
+
+    async def aclose(self, timeout_s: float) -> bool: ...
 
 
-@dataclass(frozen=True)
-class _Forget:
-    key: Hashable
-
-
-@dataclass(frozen=True)
-class _Close:
-    deadline_s: float
-
-
-_Message = SendJob | _Cancel | _Forget | _Close
-
-
-class Sender:
+class KVSender:
     """The thread. ``engine_factory`` (which also registers the source memory) and ``on_result`` run in it."""
 
     def __init__(
@@ -168,12 +170,14 @@ class Sender:
         name: str,
         *,
         max_in_flight: int = MAX_PIECES_IN_FLIGHT,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine_factory = engine_factory
         self._session = session
         self._on_result = on_result
         self._max_in_flight = max_in_flight
-        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -181,7 +185,7 @@ class Sender:
         self._jobs: list[_Job] = []
         self._in_flight: deque[_InFlight] = deque()
         self._rooms: dict[Hashable, _Room] = {}
-        self._closing: _Close | None = None
+        self._closes_at: float | None = None
         self._sleep_s = SHORTEST_SLEEP_S
 
     def start(self) -> None:
@@ -196,15 +200,15 @@ class Sender:
         with self._gate:
             if self._is_closed:
                 raise SenderClosed(f"{self._thread.name} is closed: batch {job.batch_id} of {job.key} was not taken")
-            self._inbox.put(job)
+            self._inbox.put(partial(self._take, job))
 
     def cancel(self, key: Hashable) -> None:
         """Submit no more of ``key``; its batches under way end ``CANCELLED`` when their pieces in flight have ended."""
-        self._inbox.put(_Cancel(key))
+        self._inbox.put(partial(self._cancel, key))
 
     def forget(self, key: Hashable) -> None:
         """Drop what is remembered of ``key``'s pieces of unknown fate: nobody will ask again whether it is quiesced."""
-        self._inbox.put(_Forget(key))
+        self._inbox.put(partial(self._forget, key))
 
     def close(self, timeout_s: float) -> bool:
         """Cancel everything, wait up to ``timeout_s`` for the pieces in flight, close the engine.
@@ -213,15 +217,19 @@ class Sender:
         """
         with self._gate:
             self._is_closed = True
-            self._inbox.put(_Close(time.monotonic() + timeout_s))
+            self._inbox.put(partial(self._end, self._clock() + timeout_s))
         if self._thread.ident is not None:
             self._thread.join(timeout_s + ENGINE_CLOSE_TIMEOUT_S)
         return not self._thread.is_alive()
 
+    async def aclose(self, timeout_s: float) -> bool:
+        """:meth:`close`, in a thread of its own."""
+        return await call_in_thread("close sender", self.close, timeout_s)
+
     # What follows runs in the thread.
 
     def _run(self) -> None:
-        while self._closing is None or (self._in_flight and time.monotonic() < self._closing.deadline_s):
+        while self._closes_at is None or (self._in_flight and self._clock() < self._closes_at):
             try:
                 self._turn()
             except Exception as error:
@@ -240,32 +248,36 @@ class Sender:
         self._sleep_s = SHORTEST_SLEEP_S if submitted + ended else min(2 * self._sleep_s, LONGEST_SLEEP_S)
 
     def _receive_messages(self) -> None:
-        """Sleep until a message comes, or with work at hand until it is time to go on; then take in every message."""
+        """Sleep until a message comes, or with work at hand until it is time to go on; then take in every message.
+
+        A message is a call to be made in the thread.
+        """
         with contextlib.suppress(queue.Empty):
-            self._handle(self._inbox.get(timeout=self._sleep_s if self._jobs or self._in_flight else None))
+            self._inbox.get(timeout=self._sleep_s if self._jobs or self._in_flight else None)()
         self._take_messages()
 
     def _take_messages(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._handle(self._inbox.get_nowait())
+                self._inbox.get_nowait()()
 
-    def _handle(self, message: _Message) -> None:
-        match message:
-            case SendJob():
-                room = self._rooms.setdefault(message.key, _Room())
-                room.batches += 1
-                self._jobs.append(_Job(message, room, time.monotonic(), deque(message.pieces)))
-            case _Cancel(key):
-                for job in self._jobs:
-                    if job.send.key == key:
-                        job.fail(SendOutcome.CANCELLED, "cancelled")
-            case _Forget(key):
-                self._rooms.pop(key, None)
-            case _Close():
-                self._closing = message
-                for job in self._jobs:
-                    job.fail(SendOutcome.CANCELLED, "the sender is closing")
+    def _take(self, job: SendJob) -> None:
+        room = self._rooms.setdefault(job.key, _Room())
+        room.batches += 1
+        self._jobs.append(_Job(job, room, self._clock(), deque(job.pieces)))
+
+    def _cancel(self, key: Hashable) -> None:
+        for job in self._jobs:
+            if job.send.key == key:
+                job.fail(SendOutcome.CANCELLED, "cancelled")
+
+    def _forget(self, key: Hashable) -> None:
+        self._rooms.pop(key, None)
+
+    def _end(self, at: float) -> None:
+        self._closes_at = at
+        for job in self._jobs:
+            job.fail(SendOutcome.CANCELLED, "the sender is closing")
 
     def _submit_waiting(self) -> int:
         """Submit what fits; between pieces messages are taken, so that a cancel stops the next piece."""
@@ -337,7 +349,7 @@ class Sender:
         return f"{piece.component}: a piece of {piece.nbytes} bytes for {piece.dst:#x} of {self._session}"
 
     def _expire_overdue(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         for job in self._jobs:
             if now < job.send.deadline_s or job.has_ended:
                 continue
@@ -364,7 +376,7 @@ class Sender:
             nbytes=dict(job.applied),
             pieces=job.applied_pieces,
             quiesced=job.room.is_quiesced,
-            elapsed_s=time.monotonic() - job.started,
+            elapsed_s=self._clock() - job.started,
         )
         try:
             self._on_result(result)

@@ -4,57 +4,56 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from server.model.loader import has_draft
-from server.node.build import check_model, check_transfer_host, lay_groundwork, prove_transport, read_keys, run
-from server.node.options import NodeOptions, node_parser, port_number
+from server.node.build import build_resources, check_model_and_transport, check_options
+from server.node.cli import option, parse
+from server.node.options import NodeOptions, http_port, port_number
 from server.node.ports import take_ports
-from server.node.run import serve
+from server.node.run import run, serve
 from server.prefill.node import PrefillNode, PrefillSettings
-from server.transfer.engines.exposure import warn_of_data_plane
 
-DEFAULT_PORT = 30000
-DEFAULT_BOOTSTRAP_PORT = 8998
+PROG = "launch_prefill"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillOptions(NodeOptions):
+    """The options of a prefill node."""
+
+    port: int = http_port(30000)
+    bootstrap_port: int = option(
+        "prefill", "port where decode nodes register and reserve (ZMQ; 0: any free one)", default=8998, type=port_number
+    )
+    draft: str | None = option(
+        "draft",
+        "compute the NextN draft's window state for decode nodes that speculate (default: on where there is one)",
+        choices=("on", "off"),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a prefill node until it is told to stop; returns the exit code."""
-    parser = node_parser(
-        "launch_prefill", "Computes prompts and pushes their state to decode nodes.", port=DEFAULT_PORT
-    )
-    parser.add_argument_group("prefill").add_argument(
-        "--bootstrap-port",
-        type=port_number,
-        default=DEFAULT_BOOTSTRAP_PORT,
-        help="port where decode nodes register and reserve (ZMQ; 0: any free one)",
-    )
-    parser.add_argument_group("draft").add_argument(
-        "--draft",
-        choices=("on", "off"),
-        help="compute the NextN draft's window state for decode nodes that speculate (default: on where there is one)",
-    )
-    args = parser.parse_args(argv)
-    options = NodeOptions.from_namespace(args)
+    """Runs a prefill node until a signal ends it; returns the exit code."""
+    options = parse(PrefillOptions, PROG, "Computes prompts and pushes their state to decode nodes.", argv)
+    return run(PROG, options, partial(_start, options))
 
-    async def start() -> int:
-        check_transfer_host(options)
-        keys = read_keys(options.security)
-        http, bootstrap = take_ports(options.host, options.port, args.bootstrap_port)
-        warn_of_data_plane()
-        check_model(options.model)
-        transport = prove_transport(options)
-        draft = has_draft(options.model) if args.draft is None else args.draft == "on"
-        ground = lay_groundwork("prefill", options, keys, draft=draft)
-        settings = PrefillSettings(
-            **ground.settings(),
-            bootstrap_host=options.host,
-            bootstrap_port=bootstrap.getsockname()[1],
-            bootstrap_listener=bootstrap,
-            transport=transport,
-        )
-        return await serve(PrefillNode(settings, ground.parts), ground, http)
 
-    return run(parser.prog, options, start)
+async def _start(options: PrefillOptions) -> int:
+    keys = check_options(options, peers=())
+    http, bootstrap = take_ports(options.host, options.port, options.bootstrap_port)
+    transport = check_model_and_transport(options, with_peers=True)
+    draft = has_draft(options.model) if options.draft is None else options.draft == "on"
+    resources = build_resources("prefill", options, keys.guard, draft=draft)
+    settings = PrefillSettings(
+        **resources.settings,
+        bootstrap_host=options.host,
+        bootstrap_port=bootstrap.getsockname()[1],
+        bootstrap_listener=bootstrap,
+        transport=transport,
+    )
+    node = PrefillNode(settings, resources.context)
+    return await serve(node, resources.engine(node.on_engine_event), options, http, api_key=keys.api_key)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""One room's work on the prefill node: its request, its memory, and the batches that carry its state away."""
+"""One room's request on the prefill node: its prompt, its memory, and the batches that carry its state away."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,17 +12,12 @@ from server.engine.request import GenerationRequest, SamplingParams, TokenLogpro
 from server.faults.claims import Lies
 from server.faults.spec import Fault
 from server.node.request_log import RequestEnd
-from server.prefill.bootstrap import DecodePeer
-from server.prefill.kv_sender import Piece, SendJob
-from server.prefill.probe import PeerSender
-from server.prefill.room import PrefillRoom
-from server.prefill.room_events import Pushed
+from server.prefill.decode_peer import DecodePeer
+from server.prefill.kv_sender import Piece, Sender, SendJob
+from server.prefill.room import PrefillRoom, Pushed
 from server.transfer.plan import CopyPlan, Push, Rows, Side
 from server.transfer.protocol import Reserve, RoomRequest, RoutedRequest, unpack_tokens
 from server.transfer.rooms import RoomKey
-
-if TYPE_CHECKING:
-    from server.prefill.routed_rooms import HttpHalf
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ class Outgoing:
         target = Side(peer.layout, Placement(reserve.slot, reserve.pages))
         sent = [name for name in reserve.components if name not in lies.unsent]
         claimed = [name for name in reserve.components if name not in lies.unclaimed]
-        self._key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
+        self._key = RoomKey.of(reserve)
         self._base, self._peer_base = arena.ptr, peer.manifest.arena_base
         self._page_size = arena.layout.page_size
         self._n = n
@@ -59,7 +52,10 @@ class Outgoing:
         self._n_batches = 0
 
     def push_pages(self, n_computed: int, deadline_s: float) -> Batch | None:
-        """The pages that ``n_computed`` positions fill and that were not sent yet; None if there are none."""
+        """The pages that ``n_computed`` positions fill and that were not sent yet; None if there are none.
+
+        ``deadline_s`` is when they must have arrived, on the sender's clock.
+        """
         first, last = self._pages_sent, min(n_computed, self._n) // self._page_size
         if last <= first:
             return None
@@ -79,7 +75,7 @@ class Outgoing:
         if not pieces:
             return Batch(None, Pushed(None, rows, 0, last))
         self._n_batches += 1
-        job = SendJob(self._key, self._n_batches, pieces, time.monotonic() + deadline_s)
+        job = SendJob(self._key, self._n_batches, pieces, deadline_s)
         return Batch(job, Pushed(self._n_batches, rows, len(pieces), last))
 
     def _counted(self, rows: Rows) -> Rows:
@@ -89,45 +85,47 @@ class Outgoing:
 
 @dataclass(eq=False)
 class PrefillRequest:
-    """A room with everything the node holds for it.
+    """A room with everything the node holds for it, until its memory is free again.
 
-    The prompt of a room that a router named is empty until its request has come over HTTP: ``half``. ``first`` is the
-    first token, once it is chosen.
+    The prompt of a room that a router chose is empty until its request has come over HTTP. ``sender`` writes into the
+    memory of ``peer``. ``first`` is the first token, once it is chosen.
     """
 
     room: PrefillRoom
     request: GenerationRequest
-    target: PeerSender
+    peer: DecodePeer
+    sender: Sender
     placement: Placement | None = None
     outgoing: Outgoing | None = None
-    struck: tuple[Fault, ...] = ()
-    half: HttpHalf | None = None
+    faults: tuple[Fault, ...] = ()
     first: TokenLogprob | None = None
+
+    @property
+    def key(self) -> RoomKey:
+        return self.room.key
 
     @property
     def n_tokens(self) -> int:
         """Tokens of the prompt."""
         return self.room.n_tokens
 
-
-def end_of(work: PrefillRequest, outcome: str) -> RequestEnd:
-    """What is logged of a room when it is over."""
-    room, key = work.room, work.room.key
-    names = {"queue": "queued", "prefill": "prefill", "transfer": "transfer", "commit": "commit"}
-    return RequestEnd(
-        request_id=work.request.request_id,
-        room=key.room,
-        peer_role="decode",
-        peer=key.decode[:8],
-        n_prompt=work.n_tokens,
-        n_generated=int(work.first is not None),
-        phase_s={name: room.phase_s.get(phase, 0.0) for name, phase in names.items()},
-        outcome=outcome,
-    )
+    def end(self, outcome: str) -> RequestEnd:
+        """What is logged of the room when it is over."""
+        phases = {"queue": "queued", "prefill": "prefill", "transfer": "transfer", "commit": "commit"}
+        return RequestEnd(
+            request_id=self.request.request_id,
+            room=self.key.room,
+            peer_role="decode",
+            peer=self.key.decode[:8],
+            n_prompt=self.n_tokens,
+            n_generated=int(self.first is not None),
+            phase_s={name: self.room.phase_s.get(phase, 0.0) for name, phase in phases.items()},
+            outcome=outcome,
+        )
 
 
 def read_request(reserve: Reserve) -> GenerationRequest:
-    """The work a ``Reserve`` asks for, without a prompt where that comes over HTTP.
+    """What a ``Reserve`` asks for, without a prompt where that comes over HTTP.
 
     Raises :class:`ProtocolError` for a prompt that is no list of int32.
     """

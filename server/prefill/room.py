@@ -3,34 +3,16 @@
     QUEUED -> PREFILL -> TRANSFER -> COMMIT -> COMMITTED
        \\________\\__________\\__________\\----> ENDING
 
-``Quiesced`` is said only when the engine and the sender are both idle and every piece ended applied or refused.
+``Quiesced`` is sent only when the engine and the sender are both idle and every piece ended applied or refused.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from server.failure import Failure
-from server.prefill.room_events import (
-    Admitted,
-    Advanced,
-    BatchEnded,
-    CancelEngine,
-    CancelPush,
-    Clean,
-    Cleaned,
-    Computed,
-    EngineIdle,
-    PrefillAction,
-    PrefillEvent,
-    Pushed,
-    PushPages,
-    PushTail,
-    QueueMoved,
-    Release,
-    SenderGone,
-)
+from server.transfer.plan import Rows
 from server.transfer.protocol import (
     Abort,
     Committed,
@@ -52,6 +34,120 @@ from server.transfer.protocol import (
 )
 from server.transfer.rooms import Deadlines, Forget, GivenUp, PeerLost, Resend, RoomKey, Send, Tick
 
+# --- events ---
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The room has a slot and pages, and the engine has the request."""
+
+
+@dataclass(frozen=True)
+class QueueMoved:
+    """Some other room made progress: waiting in the queue is no silence."""
+
+
+@dataclass(frozen=True)
+class Advanced:
+    """The engine has computed prompt positions ``0 .. n_computed - 1``."""
+
+    n_computed: int
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The engine is finished with the prompt; ``digests`` are of every live byte."""
+
+    digests: dict[str, int]
+    prefill_s: float
+    digest_s: float
+
+
+@dataclass(frozen=True)
+class EngineIdle:
+    """The engine will not touch the room's memory again: after a cancel, or because of ``failure``."""
+
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """The node handed a batch to the sender (``batch_id`` None: there was nothing to write). ``last`` with the tail."""
+
+    batch_id: int | None
+    rows: tuple[Rows, ...]
+    n_pieces: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class BatchEnded:
+    """The sender is finished with a batch. ``failure`` None: every piece applied.
+
+    ``quiesced``: at this moment no piece of the room, in this batch or another, may still land.
+    """
+
+    batch_id: int
+    failure: Failure | None
+    quiesced: bool
+
+
+@dataclass(frozen=True)
+class SenderGone:
+    """The sender is closed; batches without a result will never have one."""
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """The room's memory is scrubbed."""
+
+
+PrefillEvent = (
+    Reserve | Abort | Committed | Rejected | GivenUp | Admitted | QueueMoved | Advanced | Computed | EngineIdle
+    | Pushed | BatchEnded | SenderGone | Cleaned | PeerLost | Tick
+)  # fmt: skip
+
+
+# --- actions ---
+
+
+@dataclass(frozen=True)
+class PushPages:
+    """Send every page that ``n_computed`` positions fill and that was not sent yet."""
+
+    n_computed: int
+
+
+@dataclass(frozen=True)
+class PushTail:
+    """Send everything that was not sent yet."""
+
+
+@dataclass(frozen=True)
+class CancelEngine:
+    """Stop computing the room."""
+
+
+@dataclass(frozen=True)
+class CancelPush:
+    """Submit no further piece of the room."""
+
+
+@dataclass(frozen=True)
+class Clean:
+    """Scrub the room's memory (then :class:`Cleaned`)."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """Give the room's slot and pages back."""
+
+
+PrefillAction = Send | PushPages | PushTail | CancelEngine | CancelPush | Clean | Release | Forget
+
+
+# --- the room ---
+
 
 class PrefillPhase(enum.StrEnum):
     """Where a room stands on the prefill node."""
@@ -67,44 +163,28 @@ class PrefillPhase(enum.StrEnum):
 _ACTIVE = (PrefillPhase.QUEUED, PrefillPhase.PREFILL, PrefillPhase.TRANSFER, PrefillPhase.COMMIT)
 
 
-@dataclass
-class _Tally:
-    """What was sent of one component so far."""
-
-    start: int
-    stop: int
-    nbytes: int
-
-
-@dataclass
-class _Work:
-    """What of the room is still moving."""
-
-    engine_busy: bool = False
-    holds_memory: bool = False
-    batches: set[int] = field(default_factory=set)
-    tail_pushed: bool = False
-    clean: bool = True
-    n_pieces: int = 0
-    sent: dict[str, _Tally] = field(default_factory=dict)
-
-
 class PrefillRoom:
     """One ``Reserve`` on the prefill node, from its arrival to the tombstone. ``handle`` is the whole interface."""
 
     def __init__(self, reserve: Reserve, n_tokens: int, deadlines: Deadlines, now: float) -> None:
-        self.key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
+        self.key = RoomKey.of(reserve)
         self.reserve = reserve
         self.phase = PrefillPhase.QUEUED
         self.failure: Failure | None = None
         self.phase_s: dict[str, float] = {}
         self.n_tokens = n_tokens
         self._deadlines = deadlines
-        self._work = _Work()
-        self._computed: Computed | None = None
         self.done: Done | None = None
+        self._computed: Computed | None = None
         self._n_computed = 0
-        self._entered, self._alive, self._told = now, now, now
+        self._engine_busy = False
+        self._holds_memory = False
+        self._batches: set[int] = set()
+        self._tail_pushed = False
+        self._writes_ended = True
+        self._n_pieces = 0
+        self._sent: dict[str, Rows] = {}
+        self._entered, self._alive, self._reported = now, now, now
         self._resend = Resend(deadlines.resend_s, deadlines.resend_cap_s, now)
         self._progress_s = min(1.0, reserve.silence_s / 3)
         self._acknowledged = False
@@ -125,11 +205,11 @@ class PrefillRoom:
                 return self._on_committed(now)
             case Rejected():
                 rejection = Failure("rejected", event.reason, event.component)
-                return self._end(rejection, now, tell=False) if self.active else []
+                return self._end(rejection, now, report=False) if self.active else []
             case GivenUp():
                 return self._end(event.failure, now) if self.active else []
             case Admitted():
-                self._work.engine_busy = self._work.holds_memory = True
+                self._engine_busy = self._holds_memory = True
                 self._enter(PrefillPhase.PREFILL, now)
                 return [self._progress(now)]
             case QueueMoved():
@@ -147,11 +227,11 @@ class PrefillRoom:
             case BatchEnded():
                 return self._on_batch_ended(event, now)
             case SenderGone():
-                self._work.clean = self._work.clean and not self._work.batches
-                self._work.batches.clear()
+                self._writes_ended = self._writes_ended and not self._batches
+                self._batches.clear()
                 return self._settle(now)
             case Cleaned():
-                self._work.holds_memory = False
+                self._holds_memory = False
                 return [Release(), *self._forget_if_over()]
             case PeerLost():
                 self._peer_gone = self._acknowledged = True
@@ -173,7 +253,7 @@ class PrefillRoom:
     def _on_abort(self, abort: Abort, now: float) -> list[PrefillAction]:
         self._acknowledged = True
         if self.active:
-            return self._end(Failure("aborted", abort.reason), now, tell=False)
+            return self._end(Failure("aborted", abort.reason), now, report=False)
         if not self._settled:
             return []
         return [self._verdict(), *self._forget_if_over()]
@@ -192,7 +272,7 @@ class PrefillRoom:
         return [PushPages(n_computed), self._progress(now)]
 
     def _on_computed(self, computed: Computed, now: float) -> list[PrefillAction]:
-        self._work.engine_busy = False
+        self._engine_busy = False
         if self.phase is not PrefillPhase.PREFILL:
             return self._settle(now)
         self._computed, self._n_computed = computed, self.n_tokens
@@ -200,27 +280,26 @@ class PrefillRoom:
         return [PushTail(), self._progress(now)]
 
     def _on_engine_idle(self, event: EngineIdle, now: float) -> list[PrefillAction]:
-        self._work.engine_busy = False
+        self._engine_busy = False
         if self.active:
             return self._end(event.failure or Failure("engine_stopped", "the prefill engine gave the room up"), now)
         return self._settle(now)
 
     def _on_pushed(self, pushed: Pushed, now: float) -> list[PrefillAction]:
-        work = self._work
         if pushed.batch_id is not None:
-            work.batches.add(pushed.batch_id)
-        work.n_pieces += pushed.n_pieces
-        work.tail_pushed = work.tail_pushed or pushed.last
+            self._batches.add(pushed.batch_id)
+        self._n_pieces += pushed.n_pieces
+        self._tail_pushed = self._tail_pushed or pushed.last
         for rows in pushed.rows:
-            tally = work.sent.setdefault(rows.component, _Tally(rows.start, rows.start, 0))
-            tally.stop, tally.nbytes = rows.stop, tally.nbytes + rows.nbytes
+            before = self._sent.get(rows.component, Rows(rows.component, rows.start, rows.start, 0))
+            self._sent[rows.component] = replace(before, stop=rows.stop, nbytes=before.nbytes + rows.nbytes)
         return self._finish_transfer(now)
 
     def _on_batch_ended(self, ended: BatchEnded, now: float) -> list[PrefillAction]:
-        if ended.batch_id not in self._work.batches:
+        if ended.batch_id not in self._batches:
             return []
-        self._work.batches.discard(ended.batch_id)
-        self._work.clean = ended.quiesced  # of all batches: the last result decides
+        self._batches.discard(ended.batch_id)
+        self._writes_ended = ended.quiesced  # of all batches: the last result decides
         self._alive = now
         if ended.failure is not None and self.active:
             return self._end(ended.failure, now)
@@ -228,7 +307,7 @@ class PrefillRoom:
 
     def _finish_transfer(self, now: float) -> list[PrefillAction]:
         """``Done``, once everything was pushed and every batch was applied."""
-        if self.phase is not PrefillPhase.TRANSFER or not self._work.tail_pushed or self._work.batches:
+        if self.phase is not PrefillPhase.TRANSFER or not self._tail_pushed or self._batches:
             return []
         computed = self._computed
         if computed is None or any(name not in computed.digests for name in self.reserve.components):
@@ -239,10 +318,10 @@ class PrefillRoom:
             **self._ids(),
             n=self.n_tokens,
             sent=tuple(
-                Sent(name, tally.start, tally.stop, tally.nbytes, computed.digests[name])
-                for name, tally in self._work.sent.items()
+                Sent(name, rows.start, rows.stop, rows.nbytes, computed.digests[name])
+                for name, rows in self._sent.items()
             ),
-            pieces=self._work.n_pieces,
+            pieces=self._n_pieces,
             timings=Timings(
                 queued_s=self.phase_s["queued"],
                 prefill_s=computed.prefill_s,
@@ -259,7 +338,7 @@ class PrefillRoom:
                 limit_s: float = getattr(self._deadlines, f"{self.phase}_s")
                 if silent_s > limit_s:
                     return self._end(_late(self.phase, "nothing moved", silent_s, limit_s), now)
-                if now - self._told >= self._progress_s:
+                if now - self._reported >= self._progress_s:
                     return [self._progress(now)]
             case PrefillPhase.COMMIT:
                 if silent_s > self._deadlines.commit_s:
@@ -277,34 +356,33 @@ class PrefillRoom:
                 pass
         return []
 
-    def _end(self, failure: Failure, now: float, *, tell: bool = True) -> list[PrefillAction]:
-        """Gives the room up: tells the peer at once, stops engine and sender, settles when both are idle."""
+    def _end(self, failure: Failure, now: float, *, report: bool = True) -> list[PrefillAction]:
+        """Gives the room up: reports it to the peer at once, stops engine and sender, settles when both are idle."""
         self.failure = failure
         self._enter(PrefillPhase.ENDING, now)
         self._resend = Resend(self._deadlines.resend_s, self._deadlines.resend_cap_s, now)
-        actions: list[PrefillAction] = [self._send_state()] if tell else []
-        if self._work.engine_busy:
+        actions: list[PrefillAction] = [self._send_state()] if report else []
+        if self._engine_busy:
             actions.append(CancelEngine())
-        if self._work.batches:
+        if self._batches:
             actions.append(CancelPush())
         return actions + self._settle(now)
 
     def _settle(self, now: float) -> list[PrefillAction]:
-        work = self._work
-        if self.phase is not PrefillPhase.ENDING or self._settled or work.engine_busy or work.batches:
+        if self.phase is not PrefillPhase.ENDING or self._settled or self._engine_busy or self._batches:
             return []
         self._settled = True
         self._alive = now
         actions: list[PrefillAction] = [] if self._peer_gone else [self._verdict()]
-        return actions + ([Clean()] if work.holds_memory else self._forget_if_over())
+        return actions + ([Clean()] if self._holds_memory else self._forget_if_over())
 
     def _forget_if_over(self) -> list[PrefillAction]:
-        if not (self._settled and self._acknowledged) or self._work.holds_memory:
+        if not (self._settled and self._acknowledged) or self._holds_memory:
             return []
         if self.failure is None:
             return [Forget("committed", "")]
         outcome = "aborted" if self.failure.code == "aborted" else "failed"
-        return [Forget(outcome, self.failure.code, self._work.clean)]
+        return [Forget(outcome, self.failure.code, self._writes_ended)]
 
     def _enter(self, phase: PrefillPhase, now: float) -> None:
         self.phase_s[self.phase.value] = now - self._entered
@@ -314,15 +392,15 @@ class PrefillRoom:
         """The answer to a repeated ``Reserve``. What became of the writes is known when the last batch has ended."""
         if self.failure is None:
             return Send(Reserved(**self._ids()))
-        writes = Writes.SETTLING if self._work.clean or self._work.batches else Writes.UNKNOWN
+        writes = Writes.SETTLING if self._writes_ended or self._batches else Writes.UNKNOWN
         return Send(failed_message(self.reserve, self.failure, writes))
 
     def _verdict(self) -> Send:
         """What a settled room says about its writes."""
-        return Send(Quiesced(**self._ids())) if self._work.clean else self._send_state()
+        return Send(Quiesced(**self._ids())) if self._writes_ended else self._send_state()
 
     def _progress(self, now: float) -> Send:
-        self._told = now
+        self._reported = now
         return Send(Progress(**self._ids(), phase=RemotePhase(self.phase.value), n_computed=self._n_computed))
 
     def _ids(self) -> RoomIds:
@@ -330,7 +408,7 @@ class PrefillRoom:
 
 
 def failed_message(about: Reserve | Waiting | Abort, failure: Failure, writes: Writes) -> Failed:
-    """``failure`` as the message that tells the decode node."""
+    """``failure`` as the message to the decode node."""
     return Failed(
         **ids_of(about),
         code=failure.code,

@@ -1,7 +1,7 @@
-"""The prefill node's rooms: drives the room state machines with messages, engine events, sender results and ticks.
+"""The prefill node's rooms: takes them from decode nodes, has their prompts computed, and sends the state.
 
-What a room does next is decided by :mod:`server.prefill.room`; this file feeds it events and carries out its
-actions.
+What a room does next is decided by :mod:`server.prefill.room`; this file feeds it messages, engine events, results of
+the sender and ticks, and carries out its actions.
 """
 
 from __future__ import annotations
@@ -9,32 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from functools import partial
 
-from server.engine.events import (
-    Cancel,
-    ChunkComputed,
-    ComputeFailed,
-    Event,
-    Finished,
-    PrefillFinished,
-    Scrub,
-    Scrubbed,
-)
+from server.engine.events import Cancel, ChunkComputed, ComputeFailed, Event, Finished, PrefillFinished, Scrub, Scrubbed
 from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest
 from server.failure import Failure, RequestFailed, internal_error
 from server.faults.sending import SendingFaults
 from server.node.context import NodeContext, NodeSettings
-from server.prefill.bootstrap import DecodePeer
-from server.prefill.kv_sender import SendResult
-from server.prefill.probe import PeerSender, ProbeKey, ProbeWriter
-from server.prefill.request import Batch, PrefillRequest, end_of
-from server.prefill.room import PrefillPhase, failed_message
-from server.prefill.room_events import (
+from server.prefill.decode_peer import DecodePeer
+from server.prefill.kv_sender import KVSender, Sender, SendResult
+from server.prefill.probe import ProbeKey, ProbeWriter
+from server.prefill.request import Batch, PrefillRequest, n_tokens_of, read_request
+from server.prefill.room import (
     Admitted,
     Advanced,
     BatchEnded,
@@ -46,21 +34,31 @@ from server.prefill.room_events import (
     EngineIdle,
     PrefillAction,
     PrefillEvent,
+    PrefillPhase,
+    PrefillRoom,
     PushPages,
     PushTail,
     QueueMoved,
     Release,
     SenderGone,
+    failed_message,
 )
 from server.prefill.room_memory import RoomMemory, placement_failure
 from server.prefill.routed_rooms import RoutedRooms
+from server.transfer.engines.base import TransferEngine, open_registered
 from server.transfer.protocol import (
-    AnyMessage,
-    RequestArrived,
+    Abort,
+    Committed,
+    PeerMessage,
+    Probe,
+    ProtocolError,
+    Quiesced,
+    Rejected,
+    Reserve,
+    RoutedRequest,
     Waiting,
     Writes,
     ids_of,
-    registration_of,
 )
 from server.transfer.rooms import Forget, GivenUp, PeerLost, RoomKey, Send, Tick, Tombstones
 
@@ -68,85 +66,89 @@ log = logging.getLogger(__name__)
 
 _SENDER_CLOSE_S = 5.0
 
+MakeSender = Callable[[DecodePeer, Callable[[SendResult], None]], Sender]
+"""Builds and starts the sender for a peer. It reports every batch to the function, from any thread."""
+
 
 class PrefillRoomManager:
-    """All rooms of a prefill node, from ``Reserve`` to release. ``send`` posts a message to a decode node.
+    """All rooms of a prefill node, from ``Reserve`` to release. Lives in the event loop of the node.
 
-    Lives in the event loop of the node.
+    Its ports, so that a simulation can drive it on a loop and a clock of its own, without network, threads or model:
+
+    - messages go out by :meth:`DecodePeer.send` and come in by :meth:`on_registered`, :meth:`on_message` and
+      :meth:`on_lost`, all three called by :class:`~server.prefill.bootstrap.Bootstrap`;
+    - commands for the engine go to ``context.submit_command``, its events come in by :meth:`on_engine_event`;
+    - state is written by what ``make_sender`` builds for each peer (default: a :class:`KVSender`, a thread with a
+      transport endpoint of ``context.make_transport``);
+    - time is ``context.clock`` and :meth:`tick`, which is to be called again and again.
     """
 
-    def __init__(
-        self, settings: NodeSettings, parts: NodeContext, send: Callable[[DecodePeer, AnyMessage], None]
-    ) -> None:
-        self.targets: dict[DecodePeer, PeerSender] = {}
-        self.works: dict[RoomKey, PrefillRequest] = {}
+    def __init__(self, settings: NodeSettings, context: NodeContext, make_sender: MakeSender | None = None) -> None:
+        self.senders: dict[DecodePeer, Sender] = {}
+        self.reqs: dict[RoomKey, PrefillRequest] = {}
         self.queue: deque[PrefillRequest] = deque()
-        self._arena = parts.arena
-        self._submit_command = parts.submit_command
-        self._faults = SendingFaults(parts.arena, parts.faults)
-        self.memory = RoomMemory(settings, parts, self._faults)
-        self._make_transport = self._faults.wrapping(parts.make_transport)
-        self._send = send
+        self.refusing: Failure | None = None
+        self.tombstones = Tombstones()
+        self.routed_rooms = RoutedRooms(
+            self.step, self.tombstones, context.tokenizer, settings.deadlines.pair_s, context.clock
+        )
+        self.probes = ProbeWriter(context.arena, settings.deadlines.probe_s, context.clock)
+        self._clock = context.clock
+        self._arena = context.arena
+        self._submit_command = context.submit_command
+        self._metrics = context.metrics
         self._max_queue = settings.max_queue
         self._deadlines = settings.deadlines
-        self._metrics = parts.metrics
-        self.tombstones = Tombstones()
-        self.probes = ProbeWriter(parts.arena, settings.deadlines.probe_s, send)
+        self._faults = SendingFaults(context.arena, context.faults)
+        self._memory = RoomMemory(settings, context, self._faults)
+        self._make_transport = self._faults.wrapping(context.make_transport)
+        self._make_sender = make_sender or self._start_sender
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self.refusing: Failure | None = None
-        self.routed_rooms = RoutedRooms(
-            self.step,
-            self.enqueue,
-            self._invite,
-            self.refuse_waiting,
-            parts.tokenizer,
-            settings.deadlines.pair_s,
-        )
 
     async def close(self) -> None:
         """Closes the senders; the rooms should have been given up before."""
-        targets = list(self.targets.values())
-        await asyncio.gather(*(target.close(_SENDER_CLOSE_S) for target in targets), *self._tasks)
+        closing = [self._close_sender(peer, sender) for peer, sender in self.senders.items()]
+        await asyncio.gather(*closing, *self._tasks)
 
     @property
     def n_waiting(self) -> int:
         """Rooms that wait for a slot and pages."""
-        return sum(work.room.phase is PrefillPhase.QUEUED for work in self.queue)
+        return sum(req.room.phase is PrefillPhase.QUEUED for req in self.queue)
 
     @property
     def threads(self) -> list[threading.Thread]:
         """What moves the rooms' state."""
-        return [target.sender.thread for target in self.targets.values()]
+        return [sender.thread for sender in self.senders.values() if sender.thread is not None]
 
     def drain(self, failure: Failure) -> None:
         """Refuses every room that is still to come or has not begun; the others go on."""
         self.refusing = failure
-        for work in list(self.queue):
-            self.step(work, GivenUp(failure))
+        for req in list(self.queue):
+            self.step(req, GivenUp(failure))
         self.routed_rooms.fail_all(failure)
 
     def refuse_all(self, failure: Failure) -> None:
         """Gives up every room, and every room that is still to come."""
         self.refusing = failure
-        for work in list(self.works.values()):
-            self.step(work, GivenUp(failure))
+        for req in list(self.reqs.values()):
+            self.step(req, GivenUp(failure))
         self.routed_rooms.fail_all(failure)
 
     def engine_died(self, failure: Failure) -> None:
-        """No engine event will come any more: every room ends, and its memory is as quiet as its writes are."""
+        """No engine event will come any more: every room ends, and its memory is free when its writes have ended."""
         self.refuse_all(failure)
-        for work in list(self.works.values()):
-            self.step(work, EngineIdle(failure))
+        for req in list(self.reqs.values()):
+            self.step(req, EngineIdle(failure))
 
     def tick(self) -> None:
-        for work in list(self.works.values()):
-            self.step(work, Tick())
+        for req in list(self.reqs.values()):
+            self.step(req, Tick())
         self.routed_rooms.tick()
         self._admit()
 
     def submit(self, request: GenerationRequest) -> NodeGeneration:
-        """Takes a request over HTTP, in a room that a router named.
+        """Takes a request over HTTP, in a room that a router chose.
 
         Raises :class:`RequestFailed`.
         """
@@ -162,200 +164,283 @@ class PrefillRoomManager:
 
     # --- decode nodes -------------------------------------------------------------------------------------------------
 
-    def meet(self, peer: DecodePeer) -> None:
+    def on_registered(self, peer: DecodePeer) -> None:
         """A decode node has registered: it gets its own sender."""
-        self.targets[peer] = PeerSender(peer, self._arena, self._make_transport, self._on_send_result)
+        self.senders[peer] = self._make_sender(peer, self._on_send_result)
 
-    def part(self, peer: DecodePeer, failure: Failure) -> None:
+    def _start_sender(self, peer: DecodePeer, on_result: Callable[[SendResult], None]) -> KVSender:
+        name = f"sender {peer.incarnation[:8]}"
+        sender = KVSender(self._open_transport, peer.manifest.session, on_result, name, clock=self._clock)
+        sender.start()
+        return sender
+
+    def _open_transport(self) -> TransferEngine:
+        return open_registered(self._make_transport, self._arena.ptr, self._arena.nbytes)
+
+    def on_lost(self, peer: DecodePeer, failure: Failure) -> None:
         """A registration is over: so are its rooms."""
-        target = self.targets.pop(peer, None)
-        if target is None:
+        sender = self.senders.pop(peer, None)
+        if sender is None:
             return
-        for work in self.rooms_of(target):
-            self.step(work, PeerLost(failure))
+        for req in self._reqs_of(peer):
+            self.step(req, PeerLost(failure))
         self.tombstones.drop_peer(peer.incarnation)
-        self.routed_rooms.lost(peer.registration)
-        self._spawn(self._close_target(target))
+        self.routed_rooms.on_lost(peer)
+        self.probes.on_lost(peer)
+        self._spawn(self._end_sender(peer, sender))
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
+    async def _end_sender(self, peer: DecodePeer, sender: Sender) -> None:
+        await self._close_sender(peer, sender)
+        for req in self._reqs_of(peer):
+            self.step(req, SenderGone())
+
+    @staticmethod
+    async def _close_sender(peer: DecodePeer, sender: Sender) -> None:
+        """Pieces still in flight after :data:`_SENDER_CLOSE_S` are left to the decode node's fence."""
+        if not await sender.aclose(_SENDER_CLOSE_S):
+            log.error("the sender thread of %s is stuck in the transport", peer)
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _close_target(self, target: PeerSender) -> None:
-        await target.close(_SENDER_CLOSE_S)
-        for work in self.rooms_of(target):
-            self.step(work, SenderGone())
+    def _reqs_of(self, peer: DecodePeer) -> list[PrefillRequest]:
+        return [req for req in self.reqs.values() if req.peer is peer]
 
-    def enqueue(self, work: PrefillRequest) -> None:
-        self.queue.append(work)
-        self._admit()
+    def on_message(self, peer: DecodePeer, message: PeerMessage) -> None:
+        match message:
+            case Probe() if self.refusing is not None:
+                self.probes.refuse(peer, message, self.refusing.reason)
+            case Probe():
+                self.probes.start(peer, self.senders[peer], message)
+            case Reserve():
+                try:
+                    self._on_reserve(peer, message)
+                except Exception as error:
+                    log.exception("a Reserve of %s could not be handled", peer)
+                    peer.send(failed_message(message, internal_error("prefill", error), Writes.SETTLING))
+            case Waiting():
+                self._on_waiting(peer, message)
+            case Abort() | Committed() | Rejected():
+                req = self.reqs.get(RoomKey.of(message))
+                if req is not None:
+                    self.step(req, message)
+                elif isinstance(message, Abort):
+                    self._on_abort_of_unknown(peer, message)
+            case _:
+                self._metrics.dropped("direction")
 
-    def _invite(self, waiting: Waiting) -> None:
-        """The request for a room that waits on its decode node has come: that node may take memory for it."""
-        self._answer(waiting, RequestArrived(**ids_of(waiting)))
+    def _on_reserve(self, peer: DecodePeer, reserve: Reserve) -> None:
+        key = RoomKey.of(reserve)
+        if key in self.reqs:
+            self.step(self.reqs[key], reserve)
+            return
+        stone = self.tombstones.refuses(key)
+        if stone is not None:
+            writes = Writes.SETTLING if self.tombstones.clean(key) else Writes.UNKNOWN
+            peer.send(failed_message(reserve, stone.failure or _over(key), writes))
+            return
+        try:
+            request = read_request(reserve)
+            n_tokens = n_tokens_of(reserve, request)
+            failure = self._check(peer, reserve, request, n_tokens)
+        except ProtocolError as error:
+            self._metrics.dropped(error.kind)
+            return
+        room = PrefillRoom(reserve, n_tokens, self._deadlines, self._clock())
+        req = self.reqs[key] = PrefillRequest(room, request, peer, self.senders[peer])
+        self._faults.entered(room.phase)
+        self.step(req, reserve if failure is None else GivenUp(failure))
+        if isinstance(reserve.request, RoutedRequest):
+            failure = self.routed_rooms.join(req)
+            if failure is not None:
+                self.step(req, GivenUp(failure))
+        if room.active:
+            self.queue.append(req)
+            self._admit()
 
-    def refuse_waiting(self, waiting: Waiting, failure: Failure) -> None:
-        """A room that waits on its decode node is over here. A copy of its ``Waiting`` finds the tombstone."""
-        self.tombstones.bury(RoomKey(waiting.room, waiting.epoch, waiting.decode), failure, clean=True)
-        self._answer(waiting, failed_message(waiting, failure, Writes.SETTLING))
+    def _check(self, peer: DecodePeer, reserve: Reserve, request: GenerationRequest, n: int) -> Failure | None:
+        """Why this node will never compute ``reserve`` with its ``n`` tokens, or None."""
+        if self.refusing is not None:
+            return self.refusing
+        if self.n_waiting >= self._max_queue:
+            return Failure("overloaded", f"{self.n_waiting} rooms wait for the prefill node already")
+        if any(req.key.room == reserve.room for req in self._reqs_of(peer) if req.room.active):
+            return Failure("duplicate_room", f"room {reserve.room} is under way in another epoch")
+        return self._memory.refuses(peer, reserve, request, n)
 
-    def _answer(self, waiting: Waiting, answer: AnyMessage) -> None:
-        for peer in self.targets:
-            if peer.registration == registration_of(waiting):
-                self._send(peer, answer)
+    def _on_waiting(self, peer: DecodePeer, waiting: Waiting) -> None:
+        """A room that is over here, or will never be taken, is answered so again and again: the answer may be lost."""
+        key = RoomKey.of(waiting)
+        if key in self.reqs:
+            return  # a copy from before the room was reserved
+        stone = self.tombstones.refuses(key)
+        if stone is not None:
+            peer.send(failed_message(waiting, stone.failure or _over(key), Writes.SETTLING))
+        elif self.refusing is not None:
+            self.routed_rooms.refuse(peer, waiting, self.refusing)
+        else:
+            self.routed_rooms.on_waiting(peer, waiting)
+
+    def _on_abort_of_unknown(self, peer: DecodePeer, abort: Abort) -> None:
+        key = RoomKey.of(abort)
+        failure = Failure("aborted", abort.reason)
+        self.routed_rooms.given_up(key, failure)
+        if self.tombstones.clean(key):
+            self.tombstones.bury(key, failure, clean=True)
+            peer.send(Quiesced(**ids_of(abort)))
+        else:
+            peer.send(failed_message(abort, failure, Writes.UNKNOWN))
 
     # --- rooms --------------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Gives the head of the queue a slot, pages and the engine, again and again while there are any."""
         while self.queue:
-            work = self.queue[0]
-            if work.room.phase is not PrefillPhase.QUEUED:
+            req = self.queue[0]
+            if req.room.phase is not PrefillPhase.QUEUED:
                 self.queue.popleft()
                 continue
-            if not self.memory.grant(work):
+            if not self._memory.grant(req):
                 return
             self.queue.popleft()
-            self._start(work)
+            self._start(req)
 
-    def _start(self, work: PrefillRequest) -> None:
+    def _start(self, req: PrefillRequest) -> None:
         try:
-            command = self.memory.prepare(work)
+            command = self._memory.prepare(req)
         except Exception as error:
-            log.exception("%s could not be started", work.room.key)
+            log.exception("%s could not be started", req.key)
             failure = placement_failure(error)
             self._metrics.check_failed(failure)
-            self.memory.give_back(work)
-            self.step(work, GivenUp(failure))
+            self._memory.give_back(req)
+            self.step(req, GivenUp(failure))
             return
-        self.step(work, Admitted())
+        self.step(req, Admitted())
         self._submit_command(command)
         self._queue_moved()
 
     def _queue_moved(self) -> None:
-        for work in list(self.queue):
-            self.step(work, QueueMoved())
+        for req in list(self.queue):
+            self.step(req, QueueMoved())
 
-    def rooms_of(self, target: PeerSender) -> list[PrefillRequest]:
-        """The rooms of one registration."""
-        return [work for work in self.works.values() if work.target is target]
-
-    def step(self, work: PrefillRequest, event: PrefillEvent) -> None:
+    def step(self, req: PrefillRequest, event: PrefillEvent) -> None:
         """Feeds one event to one room. An exception fails this room only, and what else was to be done is done."""
-        phase = work.room.phase
+        phase = req.room.phase
         try:
-            actions = work.room.handle(event, time.monotonic())
-            if work.room.phase is not phase:
-                self._faults.entered(work.room.phase)
+            actions = req.room.handle(event, self._clock())
+            if req.room.phase is not phase:
+                self._faults.entered(req.room.phase)
         except Exception as error:
-            log.exception("%s failed on %s", work.room.key, type(event).__name__)
-            self._on_broken(work, event, error)
+            log.exception("%s failed on %s", req.key, type(event).__name__)
+            self._fail(req, event, error)
             return
         for action in actions:
             try:
-                self._perform(work, action)
+                self.perform(req, action)
             except Exception as error:
-                log.exception("%s failed on %s", work.room.key, type(action).__name__)
-                self._on_broken(work, action, error)
-        self.routed_rooms.moved(work)
+                log.exception("%s failed on %s", req.key, type(action).__name__)
+                self._fail(req, action, error)
+        self.routed_rooms.moved(req)
 
-    def _on_broken(self, work: PrefillRequest, at: PrefillEvent | PrefillAction, error: Exception) -> None:
-        if work.room.active and not isinstance(at, GivenUp):
-            self.step(work, GivenUp(internal_error("prefill", error)))
+    def _fail(self, req: PrefillRequest, at: PrefillEvent | PrefillAction, error: Exception) -> None:
+        if req.room.active and not isinstance(at, GivenUp):
+            self.step(req, GivenUp(internal_error("prefill", error)))
 
-    def _perform(self, work: PrefillRequest, action: PrefillAction) -> None:
-        key, transfer_s = work.room.key, self._deadlines.transfer_s
+    def perform(self, req: PrefillRequest, action: PrefillAction) -> None:
         match action:
             case Send():
-                self._send(work.target.peer, action.message)
-            case PushPages() if work.outgoing is not None:
-                if not self._faults.holds_pages(work.struck):
-                    self._push(work, work.outgoing.push_pages(action.n_computed, transfer_s))
-            case PushTail() if work.outgoing is not None:
-                tail = partial(work.outgoing.push_tail, transfer_s)
+                req.peer.send(action.message)
+            case PushPages() if req.outgoing is not None:
+                if not self._faults.holds_pages(req.faults):
+                    self._push(req, req.outgoing.push_pages(action.n_computed, self._transfer_deadline()))
+            case PushTail() if req.outgoing is not None:
                 if self._faults.is_on:
-                    self._spawn(self._push_damaged(work, tail))
+                    self._spawn(self._push_damaged(req, req.outgoing.push_tail))
                 else:
-                    self._push(work, tail())
+                    self._push(req, req.outgoing.push_tail(self._transfer_deadline()))
             case CancelEngine():
-                self._submit_command(Cancel(key))
+                self._submit_command(Cancel(req.key))
             case CancelPush():
-                work.target.sender.cancel(key)
-            case Clean() if work.placement is not None:
-                self._submit_command(Scrub(key, work.placement))
+                req.sender.cancel(req.key)
+            case Clean() if req.placement is not None:
+                self._submit_command(Scrub(req.key, req.placement))
             case Release():
-                self.memory.give_back(work)
+                self._memory.give_back(req)
                 self._admit()
             case Forget():
-                self._forget(work, action)
+                self._forget(req, action)
             case _:
-                raise RuntimeError(f"{key} asks for {action} without memory")
+                raise RuntimeError(f"{req.key} asks for {action} without memory")
 
-    def _push(self, work: PrefillRequest, batch: Batch | None) -> None:
+    def _transfer_deadline(self) -> float:
+        return self._clock() + self._deadlines.transfer_s
+
+    def _push(self, req: PrefillRequest, batch: Batch | None) -> None:
         if batch is None:
             return
-        self.step(work, batch.event)
+        self.step(req, batch.event)
         if batch.job is not None:
-            work.target.sender.send(batch.job)
+            req.sender.send(batch.job)
 
-    async def _push_damaged(self, work: PrefillRequest, tail: Callable[[], Batch]) -> None:
+    async def _push_damaged(self, req: PrefillRequest, push_tail: Callable[[float], Batch]) -> None:
         """Fault injection: the tail goes after the damage to it, which may wait for another room."""
         try:
-            if work.placement is None:
-                raise RuntimeError(f"{work.room.key} has no memory")
+            if req.placement is None:
+                raise RuntimeError(f"{req.key} has no memory")
             if await self._faults.damage(
-                work.room.key,
-                work.struck,
-                work.n_tokens,
-                work.placement,
-                lambda: work.room.phase is PrefillPhase.TRANSFER,
+                req.key,
+                req.faults,
+                req.n_tokens,
+                req.placement,
+                lambda: req.room.phase is PrefillPhase.TRANSFER,
             ):
-                self._push(work, tail())
+                self._push(req, push_tail(self._transfer_deadline()))
         except Exception as error:
-            log.exception("%s could not be damaged", work.room.key)
-            self.step(work, GivenUp(internal_error("prefill", error)))
+            log.exception("%s could not be damaged", req.key)
+            self.step(req, GivenUp(internal_error("prefill", error)))
 
-    def _forget(self, work: PrefillRequest, action: Forget) -> None:
-        room = work.room
-        del self.works[room.key]
-        if work in self.queue:
-            self.queue.remove(work)
-        self._faults.ended(room.key)
-        end_of(work, action.reason or action.outcome).log()
+    def _forget(self, req: PrefillRequest, action: Forget) -> None:
+        room, key = req.room, req.key
+        del self.reqs[key]
+        if req in self.queue:
+            self.queue.remove(req)
+        self._faults.ended(key)
+        req.end(action.reason or action.outcome).log()
         self._metrics.room_ended(action.outcome, action.reason)
         for phase, seconds in room.phase_s.items():
             self._metrics.phase(phase, seconds)
         if action.outcome == "committed" and room.done is not None:
             self._metrics.phase("digest", room.done.timings.digest_s)
             self._metrics.transferred({sent.component: sent.nbytes for sent in room.done.sent}, room.done.pieces)
-        if not work.target.peer.lost:
-            self.tombstones.bury(room.key, room.failure, clean=action.clean)
+        if not req.peer.lost:
+            self.tombstones.bury(key, room.failure, clean=action.clean)
         if action.clean:
-            work.target.sender.forget(room.key)
+            req.sender.forget(key)
 
-    # --- the engine's and the sender's news ---------------------------------------------------------------------------
+    # --- the engine's events and the senders' results -----------------------------------------------------------------
 
     def on_engine_event(self, event: Event) -> None:
         """Takes one of the engine's events about a room (in the event loop)."""
         key = getattr(event, "key", None)
-        work = self.works.get(key) if isinstance(key, RoomKey) else None
-        if work is None:
+        req = self.reqs.get(key) if isinstance(key, RoomKey) else None
+        if req is None:
             return
         match event:
             case ChunkComputed():
                 self._queue_moved()
-                self.step(work, Advanced(event.n_computed))
+                self.step(req, Advanced(event.n_computed))
             case PrefillFinished():
-                work.first = event.first
-                self.step(work, Computed(event.digests, event.prefill_s, event.digest_s))
+                req.first = event.first
+                self.step(req, Computed(event.digests, event.prefill_s, event.digest_s))
             case Finished():
-                self.step(work, EngineIdle())
+                self.step(req, EngineIdle())
             case ComputeFailed():
                 self._metrics.check_failed(event.failure)
-                self.step(work, EngineIdle(event.failure))
+                self.step(req, EngineIdle(event.failure))
             case Scrubbed():
-                self.step(work, Cleaned())
+                self.step(req, Cleaned())
             case _:
                 pass
 
@@ -368,8 +453,12 @@ class PrefillRoomManager:
         if isinstance(result.key, ProbeKey):
             self.probes.on_result(result.key, result)
             return
-        work = self.works.get(result.key) if isinstance(result.key, RoomKey) else None
-        if work is None:
+        req = self.reqs.get(result.key) if isinstance(result.key, RoomKey) else None
+        if req is None:
             return
-        failure = result.failure(work.room.reserve.components)
-        self.step(work, BatchEnded(result.batch_id, failure, result.quiesced))
+        failure = result.failure(req.room.reserve.components)
+        self.step(req, BatchEnded(result.batch_id, failure, result.quiesced))
+
+
+def _over(key: RoomKey) -> Failure:
+    return Failure("room_over", f"{key} is over already")

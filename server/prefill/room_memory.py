@@ -13,7 +13,7 @@ from server.faults.claims import Lies
 from server.faults.sending import SendingFaults
 from server.faults.spec import skipped_checks
 from server.node.context import NodeContext, NodeSettings
-from server.prefill.bootstrap import DecodePeer
+from server.prefill.decode_peer import DecodePeer
 from server.prefill.request import Outgoing, PrefillRequest
 from server.transfer.checks import PLACEMENT, Check
 from server.transfer.plan import Side, check_holds
@@ -23,12 +23,12 @@ from server.transfer.protocol import Reserve
 class RoomMemory:
     """Slots and pages of all rooms. Lives in the node's event loop."""
 
-    def __init__(self, settings: NodeSettings, parts: NodeContext, faults: SendingFaults) -> None:
-        self._arena = parts.arena
-        self._allocator = parts.allocator
+    def __init__(self, settings: NodeSettings, context: NodeContext, faults: SendingFaults) -> None:
+        self._arena = context.arena
+        self._allocator = context.allocator
         self._faults = faults
-        self._max_tokens = min(settings.max_context, parts.allocator.capacity_tokens)
-        self._vocab_size = parts.tokenizer.vocab_size
+        self._max_tokens = min(settings.max_context, context.allocator.capacity_tokens)
+        self._vocab_size = context.tokenizer.vocab_size
 
     def refuses(self, peer: DecodePeer, reserve: Reserve, request: GenerationRequest, n: int) -> Failure | None:
         """Why no memory of this node, or of ``peer``, will ever hold ``reserve`` with its ``n`` tokens, or None."""
@@ -46,37 +46,37 @@ class RoomMemory:
             return Failure("bad_reserve", str(error))
         return None
 
-    def grant(self, work: PrefillRequest) -> bool:
+    def grant(self, req: PrefillRequest) -> bool:
         """Gives a room a slot and pages, stamped as its own; False if they are not free now."""
-        key = work.room.key
-        placement = self._allocator.reserve(key, work.n_tokens)
+        key = req.key
+        placement = self._allocator.reserve(key, req.n_tokens)
         if placement is None:
             return False
-        work.placement = placement
+        req.placement = placement
         self._arena.owners.stamp(placement, key.owner)
         return True
 
-    def prepare(self, work: PrefillRequest) -> Prefill:
+    def prepare(self, req: PrefillRequest) -> Prefill:
         """Plans how the room's state will go to its decode node; the command that has it computed.
 
         Raises :class:`LayoutError`, or :class:`WrongOwner` for memory that is stamped as another's.
         """
-        if work.placement is None:
-            raise RuntimeError(f"{work.room.key} has no memory")
-        key, reserve, n = work.room.key, work.room.reserve, work.n_tokens
-        work.struck = self._faults.strike(key)
-        owner = None if Check.STAMP in skipped_checks(work.struck) else key.owner
-        source = self._faults.start(key, work.struck, n, work.placement)
+        if req.placement is None:
+            raise RuntimeError(f"{req.key} has no memory")
+        key, reserve, n = req.key, req.room.reserve, req.n_tokens
+        req.faults = self._faults.strike(key)
+        owner = None if Check.STAMP in skipped_checks(req.faults) else key.owner
+        source = self._faults.start(key, req.faults, n, req.placement)
         if owner is not None:
             self._arena.owners.check(n, source, reserve.components, owner)
-        work.outgoing = Outgoing(self._arena, source, work.target.peer, reserve, n, Lies.of(work.struck))
-        return Prefill(key, work.request, source, key.room, key.epoch, owner)
+        req.outgoing = Outgoing(self._arena, source, req.peer, reserve, n, Lies.of(req.faults))
+        return Prefill(key, req.request, source, key.room, key.epoch, owner)
 
-    def give_back(self, work: PrefillRequest) -> None:
+    def give_back(self, req: PrefillRequest) -> None:
         """Nobody reads or writes there any more."""
-        key = work.room.key
-        if work.placement is not None:
-            self._arena.owners.clear(work.placement, key.owner)
+        key = req.key
+        if req.placement is not None:
+            self._arena.owners.clear(req.placement, key.owner)
         if self._allocator.state_of(key) is not ItemState.FREE:
             self._allocator.release(key)
 

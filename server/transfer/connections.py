@@ -49,6 +49,11 @@ class Connections:
         self._open: dict[int, _Connection] = {}
         self._was_over = False
 
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """The open connections."""
+        return tuple(self._open)
+
     def opened(self, fd: int) -> None:
         """ZMQ has accepted or made the connection ``fd``. Its first message may have been heard already."""
         with _borrowed(fd) as borrowed:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from server.cache.owners import Owner
 from server.failure import Failure
-from server.transfer.protocol import AnyMessage
+from server.transfer.protocol import AnyMessage, RoomMessage
 
 TICK_S = 0.25
 """How often both ends of a control connection look at the other's silence."""
@@ -24,6 +24,11 @@ class RoomKey:
     room: int
     epoch: int
     decode: str
+
+    @classmethod
+    def of(cls, message: RoomMessage) -> RoomKey:
+        """The key of the room that ``message`` is about."""
+        return cls(message.room, message.epoch, message.decode)
 
     @property
     def owner(self) -> Owner:

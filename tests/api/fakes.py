@@ -7,24 +7,33 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.engine.request import FinishReason, GenerationRequest, RouteInfo, SamplingParams, TokenLogprob, TokenOutput
+from server.engine.request import (
+    FinishReason,
+    GenerationRequest,
+    RouteInfo,
+    SamplingParams,
+    TokenizerLike,
+    TokenLogprob,
+    TokenOutput,
+)
 from server.engine.stopping import OutputProcessor
 from server.engine.tokenizer import Tokenizer
 from server.failure import Failure, RequestFailed
+
+ANSWER = "Tom has 42 äpfel 🦊"
 
 
 @dataclass
 class Script:
     """What the next generations do."""
 
-    answer: str = "Tom has 42 äpfel 🦊"
+    answer: str = ANSWER
     answer_ids: list[int] | None = None
     """Instead of ``answer``."""
     refuse: RequestFailed | None = None
     refuse_from: int = 0
     """Index of the first submitted request that is refused."""
-    route_error: RequestFailed | None = None
-    route_hangs: bool = False
+    route_error: Exception | None = None
     n_retries: int = 0
     fail_after: int | None = None
     """Number of tokens after which the generation raises ``failure``."""
@@ -53,8 +62,6 @@ class FakeGeneration:
         self.ended = False
 
     async def route(self) -> RouteInfo:
-        if self.script.route_hangs:
-            await asyncio.Event().wait()
         await asyncio.sleep(0)
         while self.number in self.script.waiting:  # noqa: ASYNC110 - tests let them go from another thread
             await asyncio.sleep(0.005)
@@ -101,7 +108,8 @@ class FakeBackend:
 
     def __init__(self, tokenizer: Tokenizer, role: str = "decode") -> None:
         self.role = role
-        self.tokenizer = tokenizer
+        self.tokenizer: TokenizerLike = tokenizer
+        self._real_tokenizer = tokenizer
         self.sampling_defaults = SamplingParams(max_tokens=64)
         self.script = Script()
         self.health: tuple[bool, str] = (True, "running")
@@ -113,7 +121,7 @@ class FakeBackend:
         if self.script.refuse is not None and len(self.generations) >= self.script.refuse_from:
             raise self.script.refuse
         room = None if self.first_room is None else self.first_room + len(self.generations)
-        generation = FakeGeneration(request, self.script, self.tokenizer, room, len(self.generations))
+        generation = FakeGeneration(request, self.script, self._real_tokenizer, room, len(self.generations))
         self.generations.append(generation)
         return generation
 

@@ -46,8 +46,14 @@ class _KeptOpen(io.BufferedReader):
 class RawConnection(contextlib.AbstractContextManager["RawConnection"]):
     """One connection to the server at ``url``."""
 
-    def __init__(self, url: str) -> None:
-        self.socket = socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=ANSWERED_WITHIN_S)
+    def __init__(self, url: str, receive_nbytes: int | None = None) -> None:
+        """``receive_nbytes`` is the size of the buffer for what the server sends."""
+        parts = urlsplit(url)
+        self.socket = socket.socket(socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET)
+        self.socket.settimeout(ANSWERED_WITHIN_S)
+        if receive_nbytes is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_nbytes)
+        self.socket.connect((parts.hostname, parts.port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._file = _KeptOpen(self.socket.makefile("rb", buffering=0))
 
@@ -89,14 +95,18 @@ class RawConnection(contextlib.AbstractContextManager["RawConnection"]):
             return True
 
 
-def head(method: str = "GET", path: str = "/", version: str = "1.1", **headers: object) -> bytes:
+def head(method: str = "GET", path: str = "/", *, version: object = "1.1", **headers: object) -> bytes:
     lines = [f"{method} {path} HTTP/{version}", "Host: test"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
-def post(body: bytes, **headers: object) -> bytes:
-    return head("POST", Content_Length=len(body), **headers) + body
+def post(body: bytes, path: str = "/", **headers: object) -> bytes:
+    return head("POST", path, Content_Length=len(body), **headers) + body
+
+
+def post_json(path: str, body: object) -> bytes:
+    return post(json.dumps(body).encode(), path, Content_Type="application/json")
 
 
 def chunk(data: bytes) -> bytes:
@@ -115,18 +125,24 @@ class Echo:
     flood_piece_nbytes: int = 1 << 16
     flood_ended: threading.Event = field(default_factory=threading.Event)
 
+    def begin(self) -> None:
+        """As if it was new. Requests that waited do not wait any more."""
+        self.go_on.set()
+        vars(self).update(vars(Echo()))
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
+        go_on = self.go_on
         self.n_begun += 1
         if scope["path"] == "/flood":
-            await self._flood(send)
+            await self._flood(send, self.flood_ended)
             return
         body = b""
         while (message := await receive())["type"] == "http.request":
             body += message["body"]
             if not message["more_body"]:
                 break
-        while scope["path"] == "/wait" and not self.go_on.is_set():  # noqa: ASYNC110  (set by another thread)
+        while scope["path"] == "/wait" and not go_on.is_set():  # noqa: ASYNC110  (set by another thread)
             await asyncio.sleep(0.005)
         seen = {
             "method": scope["method"],
@@ -141,11 +157,11 @@ class Echo:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    async def _flood(self, send: Send) -> None:
+    async def _flood(self, send: Send, ended: threading.Event) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         try:
             for _ in range(self.flood_nbytes // self.flood_piece_nbytes):
                 await send({"type": "http.response.body", "body": bytes(self.flood_piece_nbytes), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self.flood_ended.set()
+            ended.set()

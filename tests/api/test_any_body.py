@@ -8,13 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from server.api.schemas import ChatCompletionRequest, CompletionRequest
-from tests.api.test_chat import CHAT
-from tests.api.test_errors import JSON
+from tests.api.harness import CHAT, COMPLETIONS, RESERVED, post
 
 TEXT = st.text(st.characters(categories=None) | st.sampled_from("\ud800\udfff\x00\ufffd\u2028<>{}%"), max_size=6)
 NUMBERS = st.integers() | st.integers(-3, 300) | st.floats() | st.sampled_from([2**63, -(2**63) - 1, 10**400])
@@ -25,17 +23,7 @@ ANY = st.recursive(
 )
 NESTED = st.integers(1, 3000).map(lambda depth: json.loads("[" * min(depth, 400) + "]" * min(depth, 400)))
 VALUE = ANY | NESTED
-ARGUMENTS = [
-    "self",
-    "tokenizer",
-    "messages",
-    "chat_template",
-    "conversation",
-    "tokenize",
-    "kwargs",
-    "variables",
-    "bos_token",
-]
+ARGUMENTS = [*RESERVED, "tokenizer", "kwargs", "variables", "bos_token"]
 KWARGS = st.dictionaries(st.sampled_from(ARGUMENTS) | TEXT, VALUE, max_size=3)
 ROLE = st.sampled_from(["user", "system", "assistant", "tool"])
 PART = st.fixed_dictionaries({"type": st.just("text"), "text": TEXT})
@@ -69,21 +57,18 @@ def bodies(model: type[CompletionRequest] | type[ChatCompletionRequest], require
 
 @pytest.mark.parametrize(
     ("path", "strategy"),
-    [("/v1/completions", bodies(CompletionRequest, "prompt")), (CHAT, bodies(ChatCompletionRequest, "messages"))],
+    [(COMPLETIONS, bodies(CompletionRequest, "prompt")), (CHAT, bodies(ChatCompletionRequest, "messages"))],
     ids=["completions", "chat"],
 )
-async def test_no_body_is_a_fault_of_the_server(app: FastAPI, path: str, strategy: st.SearchStrategy[Any]) -> None:
+async def test_no_body_is_a_fault_of_the_server(
+    client: httpx.AsyncClient, path: str, strategy: st.SearchStrategy[Any]
+) -> None:
     loop = asyncio.get_running_loop()
 
     def ask(body: Any) -> None:
-        answer = asyncio.run_coroutine_threadsafe(post(body), loop).result(60)
+        answer = asyncio.run_coroutine_threadsafe(post(client, path, body), loop).result(60)
         assert answer.status_code < 500 or answer.status_code == 503, (body, answer.text)
         assert '"internal_error"' not in answer.text, (body, answer.text)
-
-    async def post(body: Any) -> httpx.Response:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(path, content=json.dumps(body), headers=JSON)
 
     @given(body=strategy)
     @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -98,5 +83,5 @@ async def test_no_body_is_a_fault_of_the_server(app: FastAPI, path: str, strateg
 async def test_lists_in_lists_are_answered_or_refused(client: httpx.AsyncClient, name: str, depth: int) -> None:
     nested = "[" * depth + "]" * depth
     body = f'{{"messages": [{{"role": "user", "content": "x", "{name}": {nested}}}], "max_tokens": 1}}'
-    answer = await client.post(CHAT, content=body, headers=JSON)
+    answer = await post(client, CHAT, body.encode())
     assert answer.status_code in (200, 400, 413)

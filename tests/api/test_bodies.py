@@ -5,16 +5,13 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.api import bodies
-from server.api.bodies import check_structure, parse_json
+from server.api.bodies import MIN_MAX_VALUES, StructureLimits, check_structure, parse_json
 from server.api.errors import InvalidRequest
 from tests.api.fakes import FakeBackend
-from tests.api.test_chat import CHAT
-from tests.api.test_errors import JSON, error_of
+from tests.api.harness import CHAT, COMPLETIONS, complete, error_of, post
 
 TEXT = st.text(st.sampled_from('a\\"[]{},:\n\u2200é🦊'), max_size=8)
 VALUES = st.recursive(
@@ -22,6 +19,9 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
     max_leaves=20,
 )
+
+
+LIMITS = StructureLimits(max_values=1000)
 
 
 def counts(value: Any) -> tuple[int, int, int]:
@@ -35,34 +35,31 @@ def counts(value: Any) -> tuple[int, int, int]:
     return sum(p[0] for p in parts) + n_keys, 1 + sum(p[1] for p in parts), 1 + max((p[2] for p in parts), default=0)
 
 
-def refused(body: bytes, max_values: int = 1 << 20) -> str:
+def refused(body: bytes, **limits: int) -> str:
     try:
-        check_structure(body, max_values)
+        check_structure(body, StructureLimits(**{"max_values": 1 << 20, **limits}))
     except InvalidRequest as error:
         return error.failure.reason
     return ""
 
 
 @pytest.mark.parametrize("ascii_only", [True, False])
-def test_the_counts_are_those_of_the_parsed_body(monkeypatch: pytest.MonkeyPatch, ascii_only: bool) -> None:
+def test_the_counts_are_those_of_the_parsed_body(ascii_only: bool) -> None:
     @given(VALUES)
     @settings(max_examples=200, deadline=None, derandomize=True)
     def check(value: Any) -> None:
         body = json.dumps(value, ensure_ascii=ascii_only).encode()
         n_strings, n_containers, depth = counts(value)
         for limit, n, words in (
-            ("MAX_STRINGS", n_strings, "strings"),
-            ("MAX_CONTAINERS", n_containers, "lists and objects:"),
-            ("MAX_DEPTH", depth, "inside each other"),
+            ("max_strings", n_strings, "strings"),
+            ("max_containers", n_containers, "lists and objects:"),
+            ("max_depth", depth, "inside each other"),
         ):
-            with monkeypatch.context() as patch:
-                patch.setattr(bodies, limit, n)
-                assert refused(body) == ""
-                if n:
-                    patch.setattr(bodies, limit, n - 1)
-                    assert f"{n} " in refused(body)
-                    assert words in refused(body)
-        assert repr(parse_json(body, 1000)) == repr(value)
+            assert refused(body, **{limit: n}) == ""
+            if n:
+                assert f"{n} " in refused(body, **{limit: n - 1})
+                assert words in refused(body, **{limit: n - 1})
+        assert repr(parse_json(body, LIMITS)) == repr(value)
 
     check()
 
@@ -71,7 +68,7 @@ def test_the_counts_are_those_of_the_parsed_body(monkeypatch: pytest.MonkeyPatch
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_any_bytes_are_parsed_as_json_is_or_refused(body: bytes) -> None:
     try:
-        value = parse_json(body, 1000)
+        value = parse_json(body, LIMITS)
     except InvalidRequest:
         return
     assert repr(value) == repr(json.loads(body))
@@ -80,8 +77,8 @@ def test_any_bytes_are_parsed_as_json_is_or_refused(body: bytes) -> None:
 def test_the_structure_of_other_encodings_is_not_guessed() -> None:
     """In UTF-16 a character may have a byte that looks like a quote, and hide lists from the count."""
     with pytest.raises(InvalidRequest, match="not valid JSON"):
-        parse_json('{"\u2200": [1]}'.encode("utf-16"), 1000)
-    assert parse_json(b"\xef\xbb\xbf[1]", 1000) == [1]
+        parse_json('{"\u2200": [1]}'.encode("utf-16"), LIMITS)
+    assert parse_json(b"\xef\xbb\xbf[1]", LIMITS) == [1]
 
 
 TOO_MUCH = {
@@ -102,25 +99,18 @@ TOO_MUCH = {
 
 @pytest.mark.parametrize("content", TOO_MUCH.values(), ids=TOO_MUCH)
 async def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(
-    backend: FakeBackend, registry: Any, monkeypatch: pytest.MonkeyPatch, content: bytes
+    client: httpx.AsyncClient, content: bytes
 ) -> None:
-    from server.api import create_app
-
-    app: FastAPI = create_app(backend, registry)
-    monkeypatch.setattr(json, "loads", None)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        answer = await client.post(CHAT if b"messages" in content else "/v1/completions", content=content, headers=JSON)
-    monkeypatch.undo()
-    assert "The body has" in error_of(answer, 400)["message"]
+    """The parser would have refused it because it has no end."""
+    error = error_of(
+        await post(client, CHAT if b"messages" in content else COMPLETIONS, content.removesuffix(b"}")), 400
+    )
+    assert "The body has" in error["message"]
 
 
-async def test_a_context_of_many_tokens_may_be_filled_with_ids(backend: FakeBackend, registry: Any) -> None:
-    from server.api import create_app
-
-    backend.max_context = bodies.MIN_MAX_VALUES + 100_000
-    app = create_app(backend, registry)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60) as client:
-        prompt = [5] * (backend.max_context - 10)
-        answer = await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+async def test_a_context_of_many_tokens_may_be_filled_with_ids(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    backend.max_context = MIN_MAX_VALUES + 100_000
+    prompt = [5] * (backend.max_context - 10)
+    answer = await complete(client, prompt=prompt, max_tokens=1)
     assert answer.status_code == 200, answer.text
     assert len(backend.requests[0].prompt_ids) == len(prompt)

@@ -1,20 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from server.engine.tokenizer import Tokenizer
-from tests.api.fakes import FakeBackend
-from tests.api.test_completions import ANSWER, events
-
-HELLO = [{"role": "user", "content": "How many?"}]
-CHAT = "/v1/chat/completions"
-
-
-async def chat(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
-    return await client.post(CHAT, json={"model": "tiny", "messages": HELLO, **body})
+from tests.api.fakes import ANSWER, FakeBackend
+from tests.api.harness import CHAT, HELLO, RESERVED, backend_of, chat, client_of, complete, error_of, events
+from tests.support.chat import chat_ids
 
 
 async def test_answers_a_conversation(client: httpx.AsyncClient, backend: FakeBackend, tokenizer: Tokenizer) -> None:
@@ -23,14 +18,14 @@ async def test_answers_a_conversation(client: httpx.AsyncClient, backend: FakeBa
     [choice] = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": ANSWER, "refusal": None}
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
-    assert list(backend.requests[0].prompt_ids) == tokenizer.apply_chat_template(HELLO)
+    assert list(backend.requests[0].prompt_ids) == chat_ids(tokenizer, HELLO)
     assert body["usage"]["prompt_tokens"] == len(backend.requests[0].prompt_ids)
 
 
 async def test_content_may_be_text_parts(client: httpx.AsyncClient, backend: FakeBackend, tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "How"}, {"type": "text", "text": "many?"}]
     await chat(client, messages=[{"role": "user", "content": parts}])
-    expected = tokenizer.apply_chat_template([{"role": "user", "content": "How\nmany?"}])
+    expected = chat_ids(tokenizer, [{"role": "user", "content": "How\nmany?"}])
     assert list(backend.requests[0].prompt_ids) == expected
 
 
@@ -39,24 +34,53 @@ async def test_assistant_message_may_have_no_content(client: httpx.AsyncClient) 
     assert (await chat(client, messages=messages)).status_code == 200
 
 
-async def test_a_role_that_the_template_does_not_know_is_refused(
-    client: httpx.AsyncClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Tokenizer, "template_knows_role", lambda _, role: role in ("user", "assistant"))
-    answer = await chat(client, messages=[{"role": "wizard" * 100, "content": "x"}, *HELLO])
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (400, "unknown_role", "messages")
-    assert "does not know the role 'wizardwizard" in error["message"]
-    assert len(error["message"]) < 200
-    assert backend.requests == []
-    assert (await chat(client)).status_code == 200
+async def test_a_role_that_the_template_does_not_know_is_refused(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% if m.role == 'assistant' %}A: {% endif %}{{ m.content }}{% endfor %}"
+    backend = backend_of(tmp_path, chat_template=template)
+    async with client_of(backend) as client:
+        answer = await chat(client, messages=[{"role": "wizard" * 100, "content": "x"}, *HELLO])
+        error = error_of(answer, 400)
+        assert (error["code"], error["param"]) == ("unknown_role", "messages")
+        assert "does not know the role 'wizardwizard" in error["message"]
+        assert len(error["message"]) < 200
+        assert backend.requests == []
+        assert (await chat(client)).status_code == 200
+
+
+async def test_a_template_without_a_generation_prompt_refuses_to_leave_it_out(tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    async with client_of(backend_of(tmp_path, chat_template=template)) as client:
+        error = error_of(await chat(client, add_generation_prompt=False), 400)
+        assert (await chat(client)).status_code == 200
+    assert (error["param"], error["code"]) == ("add_generation_prompt", "unsupported")
+
+
+async def test_no_chat_template_is_a_400_on_chat_only(tmp_path: Path) -> None:
+    async with client_of(backend_of(tmp_path, chat_template=None)) as client:
+        assert error_of(await chat(client), 400)["code"] == "no_chat_template"
+        assert (await complete(client)).status_code == 200
 
 
 async def test_template_kwargs(client: httpx.AsyncClient, backend: FakeBackend, tokenizer: Tokenizer) -> None:
     await chat(client, chat_template_kwargs={"thinking": True})
     assert tokenizer.decode(list(backend.requests[0].prompt_ids)).endswith("think")
     await chat(client, add_generation_prompt=False)
-    assert list(backend.requests[1].prompt_ids) == tokenizer.apply_chat_template(HELLO, add_generation_prompt=False)
+    assert list(backend.requests[1].prompt_ids) == chat_ids(tokenizer, HELLO, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"messages": []}, {"add_generation_prompt": True}, [], "x", *({name: 1} for name in RESERVED)]
+)
+async def test_template_kwargs_may_not_change_the_call(client: httpx.AsyncClient, kwargs: Any) -> None:
+    message = error_of(await chat(client, chat_template_kwargs=kwargs), 400)["message"]
+    assert all(name in message for name in kwargs if isinstance(kwargs, dict))
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "variables"])
+async def test_template_kwargs_that_are_no_argument_of_the_call_reach_the_template(
+    client: httpx.AsyncClient, name: str
+) -> None:
+    assert (await chat(client, chat_template_kwargs={name: 1})).status_code == 200
 
 
 async def test_both_names_of_max_tokens(client: httpx.AsyncClient, backend: FakeBackend) -> None:
@@ -92,30 +116,3 @@ async def test_logprobs(client: httpx.AsyncClient, tokenizer: Tokenizer) -> None
     chunks = await events(client, CHAT, messages=HELLO, logprobs=True)
     parts = [chunk["choices"][0]["logprobs"] for chunk in chunks[:-1]]
     assert [entry for part in parts if part for entry in part["content"]] == plain
-
-
-async def test_fields_that_routers_and_tools_add_are_taken(client: httpx.AsyncClient) -> None:
-    answer = await chat(
-        client,
-        bootstrap_host="127.0.0.1",
-        bootstrap_port=8998,
-        bootstrap_room=2**62,
-        logprobs=False,
-        stream=False,
-        no_stop_trim=False,
-        ignore_eos=False,
-        continue_final_message=False,
-        skip_special_tokens=True,
-        separate_reasoning=True,
-        stream_reasoning=True,
-        return_hidden_states=False,
-        response_format={"type": "text"},
-        frequency_penalty=0,
-        presence_penalty=0.0,
-        repetition_penalty=1.0,
-        logit_bias={},
-        tools=[],
-        tool_choice="none",
-        temperature=0,
-    )
-    assert answer.status_code == 200, answer.text

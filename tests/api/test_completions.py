@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +10,8 @@ import xxhash
 from server.api.requests import sample_seed
 from server.engine.request import SamplingParams
 from server.engine.tokenizer import Tokenizer
-from tests.api.fakes import FakeBackend
-
-ANSWER = "Tom has 42 äpfel 🦊"
-
-
-async def complete(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
-    return await client.post("/v1/completions", json={"model": "tiny", "prompt": "How many?", **body})
-
-
-async def events(client: httpx.AsyncClient, path: str = "/v1/completions", **body: Any) -> list[Any]:
-    """The events of a stream, parsed, ``[DONE]`` as it is."""
-    answer = await client.post(path, json={"model": "tiny", "stream": True, **body})
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    assert "content-length" not in answer.headers
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+from tests.api.fakes import ANSWER, FakeBackend
+from tests.api.harness import complete, events
 
 
 async def test_answers_a_text(client: httpx.AsyncClient, backend: FakeBackend, tokenizer: Tokenizer) -> None:
@@ -264,8 +248,3 @@ async def test_stream_with_logprobs(client: httpx.AsyncClient) -> None:
     parts = [chunk["choices"][0]["logprobs"] for chunk in chunks[:-1]]
     for name in whole:
         assert [value for part in parts for value in part[name]] == whole[name]
-
-
-async def test_long_text_is_encoded_off_the_loop(client: httpx.AsyncClient, backend: FakeBackend) -> None:
-    backend.max_context = 100_000
-    assert (await complete(client, prompt="Tom has 12 " * 3000)).status_code == 200

@@ -1,31 +1,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
 
-from server.api import create_app
 from server.engine.tokenizer import Tokenizer
 from server.failure import Failure, RequestFailed
 from tests.api.byte_bpe import write_tokenizer_dir
 from tests.api.fakes import FakeBackend
-from tests.api.test_chat import CHAT, HELLO
-from tests.api.test_completions import complete, events
-
-JSON = {"content-type": "application/json"}
-
-
-def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
-    assert answer.status_code == status, answer.text
-    error: dict[str, Any] = answer.json()["error"]
-    assert {"message", "type", "param", "code"} <= error.keys()
-    assert error["message"]
-    return error
-
+from tests.api.harness import CHAT, COMPLETIONS, HELLO, MINIMAL, chat, client_of, complete, error_of, events, post
 
 WRONG_FIELDS = [
     ("max_tokens", 0),
@@ -74,42 +61,60 @@ WRONG_FIELDS = [
 async def test_wrong_field_is_a_400_that_names_it(
     client: httpx.AsyncClient, backend: FakeBackend, field: str, value: Any
 ) -> None:
-    for path, required in [("/v1/completions", {"prompt": "x"}), (CHAT, {"messages": HELLO})]:
-        answer = await client.post(path, content=json.dumps({**required, field: value}), headers=JSON)
-        error = error_of(answer, 400)
+    for path, required in MINIMAL.items():
+        error = error_of(await post(client, path, {**required, field: value}), 400)
         assert error["param"].split(".")[0] == field
         assert field in error["message"]
         assert error["type"] == "invalid_request_error"
     assert backend.generations == []
 
 
-WRONG_PROMPTS = [None, 5, {}, True, [], [[]], [[5], []], ["a", 5], [5, "a"], [5, True], [True], [5.0], [[5], "a"]]
+WRONG_PROMPTS: list[Any] = [
+    None,
+    5,
+    {},
+    True,
+    [],
+    [[]],
+    [[5], []],
+    ["a", 5],
+    [5, "a"],
+    [5, True],
+    [True],
+    [5.0],
+    [[5], "a"],
+]
 
 
 @pytest.mark.parametrize("prompt", [*WRONG_PROMPTS, [[5, None]], [5, 400], [[5], [6, -1]], "a\ud800"])
 async def test_wrong_prompt_is_a_400(client: httpx.AsyncClient, prompt: Any) -> None:
-    answer = await client.post("/v1/completions", content=json.dumps({"prompt": prompt}), headers=JSON)
-    error_of(answer, 400)
+    error_of(await post(client, COMPLETIONS, {"prompt": prompt}), 400)
 
 
-async def test_token_id_outside_the_vocabulary_is_named(client: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
-    error = error_of(await complete(client, prompt=[5, 4711]), 400)
-    assert f"token id 4711 is not in the vocabulary (0 to {tokenizer.vocab_size - 1})" in error["message"]
+@pytest.mark.parametrize("token_id", [4711, 10**6, -1])
+async def test_token_id_outside_the_vocabulary_is_named(
+    client: httpx.AsyncClient, tokenizer: Tokenizer, token_id: int
+) -> None:
+    error = error_of(await complete(client, prompt=[5, token_id]), 400)
+    assert f"token id {token_id} is not in the vocabulary (0 to {tokenizer.vocab_size - 1})" in error["message"]
 
 
-async def test_prompt_of_no_tokens_is_a_400(tmp_path: Any, registry: CollectorRegistry) -> None:
+async def test_an_empty_prompt_among_others_is_named(client: httpx.AsyncClient) -> None:
+    assert "prompt 1 is empty" in error_of(await complete(client, prompt=[[20], []]), 400)["message"]
+
+
+async def test_prompt_of_no_tokens_is_a_400(tmp_path: Path) -> None:
     directory = write_tokenizer_dir(tmp_path)
     settings = json.loads((directory / "tokenizer.json").read_text())
     settings["post_processor"] = None
     (directory / "tokenizer.json").write_text(json.dumps(settings))
-    app = create_app(FakeBackend(Tokenizer.load(directory)), registry)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        error = error_of(await client.post("/v1/completions", json={"prompt": ["x", ""]}), 400)
+    async with client_of(FakeBackend(Tokenizer.load(directory))) as client:
+        error = error_of(await complete(client, prompt=["x", ""]), 400)
     assert (error["code"], error["param"]) == ("empty_prompt", "prompt")
 
 
 async def test_missing_fields_are_named(client: httpx.AsyncClient) -> None:
-    assert error_of(await client.post("/v1/completions", json={}), 400)["param"] == "prompt"
+    assert error_of(await client.post(COMPLETIONS, json={}), 400)["param"] == "prompt"
     assert error_of(await client.post(CHAT, json={}), 400)["param"] == "messages"
 
 
@@ -131,7 +136,7 @@ WRONG_MESSAGES = [
 
 @pytest.mark.parametrize("messages", WRONG_MESSAGES)
 async def test_wrong_messages_are_a_400(client: httpx.AsyncClient, messages: Any) -> None:
-    error_of(await client.post(CHAT, content=json.dumps({"messages": messages}), headers=JSON), 400)
+    error_of(await post(client, CHAT, {"messages": messages}), 400)
 
 
 async def test_a_wrong_part_of_a_message_is_named(client: httpx.AsyncClient) -> None:
@@ -142,49 +147,19 @@ async def test_a_wrong_part_of_a_message_is_named(client: httpx.AsyncClient) -> 
     assert "list" in error["message"]
 
 
-@pytest.mark.parametrize("kwargs", [{"chat_template": "x"}, {"messages": []}, {"add_generation_prompt": True}, [], "x"])
-async def test_template_kwargs_may_not_change_the_call(client: httpx.AsyncClient, kwargs: Any) -> None:
-    error_of(await client.post(CHAT, json={"messages": HELLO, "chat_template_kwargs": kwargs}), 400)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("frequency_penalty", 0.5),
-        ("presence_penalty", -1),
-        ("repetition_penalty", 1.1),
-        ("min_p", 0.1),
-        ("logit_bias", {"5": 10}),
-        ("response_format", {"type": "json_object"}),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
-        ("suffix", "end"),
-        ("guided_regex", ".*"),
-        ("skip_special_tokens", False),
-        ("include_stop_str_in_output", True),
-    ],
-)
-async def test_what_is_not_built_is_refused_by_name(client: httpx.AsyncClient, field: str, value: Any) -> None:
-    for path, required in [("/v1/completions", {"prompt": "x"}), (CHAT, {"messages": HELLO})]:
-        error = error_of(await client.post(path, json={**required, field: value}), 400)
-        assert (error["param"], error["code"]) == (field, "unsupported")
-
-
 async def test_combinations_that_are_refused(client: httpx.AsyncClient) -> None:
     assert error_of(await complete(client, echo=True, logprobs=1), 400)["param"] == "echo"
     assert error_of(await complete(client, best_of=2), 400)["param"] == "best_of"
     assert error_of(await complete(client, logprobs=21), 400)["param"] == "logprobs"
     assert error_of(await complete(client, logprobs=True), 400)["param"] == "logprobs"
     assert error_of(await complete(client, prompt=["x"] * 3, n=128), 400)["param"] == "n"
-    answer = await client.post(CHAT, json={"messages": HELLO, "top_logprobs": 2})
-    assert error_of(answer, 400)["param"] == "top_logprobs"
+    assert error_of(await chat(client, top_logprobs=2), 400)["param"] == "top_logprobs"
 
 
 async def test_unknown_model_is_a_404(client: httpx.AsyncClient) -> None:
-    body = json.dumps({"model": "gpt\ud83d", "prompt": "x"})
-    error = error_of(await client.post("/v1/completions", content=body, headers=JSON), 404)
+    error = error_of(await post(client, COMPLETIONS, {"model": "gpt\ud83d", "prompt": "x"}), 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
-    assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200  # none named: the served one
+    assert (await client.post(COMPLETIONS, json={"prompt": "x"})).status_code == 200  # none named: the served one
 
 
 async def test_too_long_says_both_numbers(client: httpx.AsyncClient) -> None:
@@ -203,24 +178,24 @@ WRONG_BODIES = [b"", b"{", b"[]", b"5", b'"x"', b"null", b"\xff\xfe", b'{"prompt
 
 @pytest.mark.parametrize("content", WRONG_BODIES, ids=range(len(WRONG_BODIES)))
 async def test_malformed_body_is_a_400(client: httpx.AsyncClient, content: bytes) -> None:
-    error_of(await client.post("/v1/completions", content=content, headers=JSON), 400)
+    error_of(await post(client, COMPLETIONS, content), 400)
 
 
 async def test_body_that_is_not_declared_as_json_is_a_400(client: httpx.AsyncClient) -> None:
     form = {"content-type": "application/x-www-form-urlencoded"}  # what curl -d says by itself
-    answer = await client.post("/v1/completions", content=b'{"prompt": "x"}', headers=form)
+    answer = await client.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=form)
     assert "Content-Type: application/json" in error_of(answer, 400)["message"]
 
 
 async def test_wrong_method_and_unknown_path_have_the_same_shape(client: httpx.AsyncClient) -> None:
-    answer = await client.get("/v1/completions")
+    answer = await client.get(COMPLETIONS)
     assert "GET" in error_of(answer, 405)["message"]
     assert answer.headers["allow"] == "POST"
     assert "/v1/nothing" in error_of(await client.get("/v1/nothing"), 404)["message"]
 
 
 @pytest.mark.parametrize(
-    ("path", "allow"), [("/v1/completions", "POST"), ("/health", "GET, HEAD"), ("/metrics", "GET, HEAD")]
+    ("path", "allow"), [(COMPLETIONS, "POST"), ("/health", "GET, HEAD"), ("/metrics", "GET, HEAD")]
 )
 async def test_options_tells_the_method(client: httpx.AsyncClient, path: str, allow: str) -> None:
     answer = await client.options(path)
@@ -249,13 +224,12 @@ async def test_refusal_of_one_generation_aborts_the_others(client: httpx.AsyncCl
     assert all(generation.aborted for generation in backend.generations)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+@pytest.mark.parametrize("path", MINIMAL)
 async def test_failure_in_a_stream_is_an_error_event_without_done(
     client: httpx.AsyncClient, backend: FakeBackend, path: str
 ) -> None:
     backend.script.fail_after = 3
-    body = {"prompt": "x"} if path != CHAT else {"messages": HELLO}
-    chunks = await events(client, path, n=2, **body)
+    chunks = await events(client, path, n=2, **MINIMAL[path])
     assert chunks[-1]["error"]["code"] == "engine_error"
     assert chunks[-1]["error"]["component"] == "swa"
     assert all(isinstance(chunk, dict) for chunk in chunks)
@@ -285,13 +259,6 @@ async def test_bug_is_a_500_in_the_same_shape(client: httpx.AsyncClient, backend
     assert "secret" not in error_of(await complete(client), 500)["message"]
     assert (await events(client, prompt="x"))[-1]["error"]["code"] == "internal_error"
     assert backend.all_over()
-
-
-async def test_no_chat_template_is_a_400_on_chat_only(tmp_path: Any, registry: CollectorRegistry) -> None:
-    app = create_app(FakeBackend(Tokenizer.load(write_tokenizer_dir(tmp_path, chat_template=None))), registry)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        assert error_of(await client.post(CHAT, json={"messages": HELLO}), 400)["code"] == "no_chat_template"
-        assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
 
 def test_no_route_documents_a_422(app: FastAPI) -> None:

@@ -4,10 +4,9 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from server.api import create_app
 from server.engine.tokenizer import Tokenizer
 from tests.api.fakes import FakeBackend
-from tests.api.test_completions import complete
+from tests.api.harness import client_of, complete, error_of
 
 
 async def test_models(client: httpx.AsyncClient) -> None:
@@ -15,9 +14,7 @@ async def test_models(client: httpx.AsyncClient) -> None:
     assert (card["id"], card["max_model_len"]) == ("tiny", 256)
     assert (await client.get("/v1/models/tiny")).json() == card
     assert (await client.get("/v1/models/")).json() == {"object": "list", "data": [card]}
-    answer = await client.get("/v1/models/some/other")
-    assert answer.status_code == 404
-    assert answer.json()["error"]["code"] == "model_not_found"
+    assert error_of(await client.get("/v1/models/some/other"), 404)["code"] == "model_not_found"
 
 
 async def test_the_description_of_the_api_is_there_but_no_page_that_needs_the_internet(
@@ -35,8 +32,7 @@ async def test_health_and_readiness_give_the_reason(client: httpx.AsyncClient, b
     backend.readiness = (False, "no prefill node answers")
     for path, reason in [("/health", "engine thread died: boom"), ("/ready", "no prefill node answers")]:
         answer = await client.get(path)
-        assert answer.status_code == 503
-        assert answer.json()["error"]["message"] == reason
+        assert error_of(answer, 503)["message"] == reason
         assert "retry-after" in answer.headers
 
 
@@ -86,6 +82,5 @@ async def test_load_is_told_to_routers(client: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/server_info", "/model_info", "/metrics", "/v1/models"])
 async def test_a_prefill_node_has_the_same_information(tokenizer: Tokenizer, path: str) -> None:
-    app = create_app(FakeBackend(tokenizer, role="prefill"), CollectorRegistry())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with client_of(FakeBackend(tokenizer, role="prefill")) as client:
         assert (await client.get(path)).status_code == 200

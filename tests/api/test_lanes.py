@@ -3,14 +3,14 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
+from functools import partial
 
 import pytest
 
 from server.api.lanes import Lane, LaneLimits
 from server.failure import Failure, RequestFailed
-
-LONG_S = 60.0
+from tests.api.harness import WITHIN_S, until_async
 
 
 class Gate:
@@ -22,7 +22,7 @@ class Gate:
 
     def __call__(self) -> str:
         self.begun.set()
-        assert self.open.wait(LONG_S)
+        assert self.open.wait(WITHIN_S)
         return "through"
 
 
@@ -33,19 +33,13 @@ def gate() -> Iterator[Gate]:
     gate.open.set()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LONG_S):
-        while not condition():  # noqa: ASYNC110 - a thread's event, and a length
-            await asyncio.sleep(0.005)
-
-
-def lane(**limits: float) -> Lane:
-    return Lane("test", LaneLimits(**{"max_waiting": 8, "wait_s": LONG_S, "run_s": LONG_S, **limits}))  # type: ignore[arg-type]
+def lane(max_waiting: int = 8, wait_s: float = WITHIN_S, run_s: float = WITHIN_S) -> Lane:
+    return Lane("test", LaneLimits(max_waiting, wait_s, run_s))
 
 
 async def occupied(lane: Lane, gate: Gate) -> asyncio.Task[str]:
     task = asyncio.create_task(lane.run(1, gate))
-    await until(gate.begun.is_set)
+    await until_async(gate.begun.is_set)
     return task
 
 
@@ -57,10 +51,11 @@ async def result_of(work: Awaitable[object]) -> str:
 
 
 async def test_smaller_jobs_go_first(gate: Gate) -> None:
-    jobs, done = lane(), []
+    jobs = lane()
+    done: list[int] = []
     first = await occupied(jobs, gate)
-    waiting = [asyncio.create_task(jobs.run(size, lambda size=size: done.append(size))) for size in (5, 3, 9, 1)]  # type: ignore[misc]
-    await until(lambda: jobs.n_waiting == 4)
+    waiting = [asyncio.create_task(jobs.run(size, partial(done.append, size))) for size in (5, 3, 9, 1)]
+    await until_async(lambda: jobs.n_waiting == 4)
     gate.open.set()
     assert await first == "through"
     await asyncio.gather(*waiting)
@@ -70,7 +65,7 @@ async def test_smaller_jobs_go_first(gate: Gate) -> None:
 async def test_no_more_jobs_wait_than_may(gate: Gate) -> None:
     jobs = lane(max_waiting=2)
     tasks = [await occupied(jobs, gate), *(asyncio.create_task(jobs.run(1, str)) for _ in range(2))]
-    await until(lambda: jobs.n_waiting == 2)
+    await until_async(lambda: jobs.n_waiting == 2)
     assert await result_of(jobs.run(1, str)) == "unavailable overloaded"
     gate.open.set()
     await asyncio.gather(*tasks)
@@ -94,12 +89,13 @@ async def test_a_job_that_takes_too_long_is_given_up_with_a_504(gate: Gate) -> N
 
 
 async def test_a_caller_that_goes_away_takes_its_job_out_of_the_queue(gate: Gate) -> None:
-    jobs, done = lane(), []
+    jobs = lane()
+    done: list[int] = []
     first = await occupied(jobs, gate)
-    gone, stays = (asyncio.create_task(jobs.run(i, lambda i=i: done.append(i))) for i in (1, 2))  # type: ignore[misc]
-    await until(lambda: jobs.n_waiting == 2)
+    gone, stays = (asyncio.create_task(jobs.run(i, partial(done.append, i))) for i in (1, 2))
+    await until_async(lambda: jobs.n_waiting == 2)
     gone.cancel()
-    await until(lambda: jobs.n_waiting == 1)
+    await until_async(lambda: jobs.n_waiting == 1)
     gate.open.set()
     await asyncio.gather(first, stays)
     assert done == [2]
@@ -107,13 +103,13 @@ async def test_a_caller_that_goes_away_takes_its_job_out_of_the_queue(gate: Gate
 
 
 async def test_a_caller_that_goes_away_while_its_job_runs_gives_it_up(gate: Gate) -> None:
-    jobs, given_up = lane(), []
-    first = asyncio.create_task(jobs.run(1, gate, lambda: (given_up.append(True), gate.open.set())))
-    await until(gate.begun.is_set)
+    jobs = lane()
+    first = asyncio.create_task(jobs.run(1, gate, gate.open.set))
+    await until_async(gate.begun.is_set)
     next_one = asyncio.create_task(jobs.run(1, lambda: "next"))
     first.cancel()
     assert await next_one == "next"
-    assert given_up == [True]
+    assert gate.open.is_set(), "it was given up"
 
 
 async def done_in(jobs: Lane, size: int) -> str:
@@ -130,7 +126,7 @@ async def test_the_lane_is_free_after_any_mixture_of_cancellations(seed: int) ->
             await asyncio.sleep(0)
         if rng.random() < 0.5:
             rng.choice(tasks).cancel()
-    async with asyncio.timeout(LONG_S):
+    async with asyncio.timeout(WITHIN_S):
         await asyncio.gather(*tasks, return_exceptions=True)
         assert await jobs.run(1, lambda: "free") == "free"
     assert jobs.n_waiting == 0
@@ -142,7 +138,7 @@ async def test_a_job_that_cannot_be_ended_costs_those_behind_it_their_wait_and_n
     jobs = lane(run_s=0.05)
     assert await result_of(jobs.run(1, gate)) == "deadline deadline"
     behind = asyncio.create_task(done_in(jobs, 1))
-    await until(lambda: jobs.n_waiting == 1)
+    await until_async(lambda: jobs.n_waiting == 1)
     await asyncio.sleep(0.2)
     assert not behind.done()
     gate.open.set()

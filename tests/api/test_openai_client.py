@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import openai
 import pytest
 
 from server.failure import Failure, RequestFailed
-from tests.api.fakes import FakeBackend
-from tests.api.test_completions import ANSWER
+from tests.api.fakes import ANSWER, FakeBackend
+from tests.api.harness import until
 
 
 @pytest.fixture
@@ -75,7 +74,4 @@ def test_error_in_a_stream_is_raised(openai_client: openai.OpenAI, backend: Fake
     stream = openai_client.completions.create(model="tiny", prompt="x", stream=True)
     with pytest.raises(openai.APIError, match="the room failed"):
         list(stream)
-    deadline = time.monotonic() + 30.0  # the client raises at the error event, the server ends its generator after it
-    while not backend.all_over() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert backend.all_over()
+    until(backend.all_over)  # the client raises at the error event, the server ends its generator after it

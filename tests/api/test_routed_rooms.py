@@ -7,22 +7,15 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry
 
-from server.api import create_app
 from server.engine.request import RoutedRoom
 from server.engine.tokenizer import Tokenizer
 from server.failure import Failure, RequestFailed
 from tests.api.fakes import FakeBackend
-from tests.api.test_errors import error_of
+from tests.api.harness import MINIMAL, chat, client_of, complete, error_of
 
 MAX_ROOM = 2**63 - 1
 NAMED = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": MAX_ROOM}
-CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-
-
-async def complete(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
-    return await client.post("/v1/completions", json={"prompt": "hi", **body})
 
 
 @pytest.fixture
@@ -32,8 +25,7 @@ def prefill(tokenizer: Tokenizer) -> FakeBackend:
 
 @pytest.fixture
 async def at_prefill(prefill: FakeBackend) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(prefill, CollectorRegistry())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with client_of(prefill) as client:
         yield client
 
 
@@ -41,7 +33,7 @@ async def at_prefill(prefill: FakeBackend) -> AsyncIterator[httpx.AsyncClient]:
 async def test_a_room_keeps_its_exact_value(client: httpx.AsyncClient, backend: FakeBackend, room: int) -> None:
     for answer in (
         await complete(client, **NAMED | {"bootstrap_room": room}),
-        await client.post("/v1/chat/completions", json=CHAT | NAMED | {"bootstrap_room": room}),
+        await chat(client, **NAMED | {"bootstrap_room": room}),
     ):
         assert answer.status_code == 200, answer.text
     assert [request.routed for request in backend.requests] == [RoutedRoom(room, "10.0.0.1", 8998)] * 2
@@ -67,7 +59,7 @@ async def test_one_host_and_port_hold_for_all_rooms(client: httpx.AsyncClient, b
 
 async def test_a_list_of_one_is_one(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     one = {name: [value] for name, value in NAMED.items()}
-    assert (await complete(client, prompt=["hi"], **one)).status_code == 200
+    assert (await complete(client, prompt=["x"], **one)).status_code == 200
     assert backend.requests[0].routed == RoutedRoom(MAX_ROOM, "10.0.0.1", 8998)
 
 
@@ -144,11 +136,11 @@ async def test_a_host_without_a_room_is_a_400(client: httpx.AsyncClient) -> None
     assert error["param"] == "bootstrap_room"
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", MINIMAL)
 async def test_a_prefill_node_refuses_what_names_no_room(
     at_prefill: httpx.AsyncClient, prefill: FakeBackend, path: str
 ) -> None:
-    error = error_of(await at_prefill.post(path, json={"prompt": "hi"} | CHAT), 400)
+    error = error_of(await at_prefill.post(path, json=MINIMAL[path]), 400)
     assert (error["param"], error["code"]) == ("bootstrap_room", "wrong_role")
     assert "decode node" in error["message"]
     assert not prefill.requests

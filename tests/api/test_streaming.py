@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,11 +17,11 @@ from prometheus_client import CollectorRegistry
 from server.api.http_limits import HttpLimits
 from server.api.streaming import StreamTimes
 from server.failure import Failure, RequestFailed
-from tests.api.conftest import serving
-from tests.api.fakes import FakeBackend
-from tests.api.test_completions import ANSWER
+from tests.api.fakes import ANSWER, FakeBackend
+from tests.api.harness import COMPLETIONS, MINIMAL, WITHIN_S, until
+from tests.api.raw_http import RawConnection, post_json
+from tests.support.http import http_server_thread
 
-TIMEOUT_S = 20.0
 PATIENT = StreamTimes(head_s=60.0, comment_s=60.0)
 HASTY = StreamTimes(head_s=0.05, comment_s=0.05)
 COMMENT = ": waiting"
@@ -51,17 +49,11 @@ class Stream:
 
 
 @contextmanager
-def streamed(url: str, path: str = "/v1/completions", **body: Any) -> Iterator[Stream]:
-    prompt = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
-    with httpx.stream("POST", f"{url}{path}", json={"stream": True, **prompt, **body}, timeout=TIMEOUT_S) as response:
+def streamed(url: str, path: str = COMPLETIONS, **body: Any) -> Iterator[Stream]:
+    with httpx.stream(
+        "POST", f"{url}{path}", json={"stream": True, **MINIMAL[path], **body}, timeout=WITHIN_S
+    ) as response:
         yield Stream(response)
-
-
-def wait_until_aborted(backend: FakeBackend) -> None:
-    end = time.monotonic() + TIMEOUT_S
-    while not backend.all_over():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def texts(chunks: list[Any]) -> dict[int, str]:
@@ -78,7 +70,7 @@ def test_a_sample_streams_while_others_wait(server_url: str, backend: FakeBacken
     with streamed(server_url, n=3) as stream:
         assert stream.response.status_code == 200
         assert not [name for name in stream.response.headers if name.startswith("x-pd-")], "not all of it is known"
-        begun = []
+        begun: list[Any] = []
         while not begun or begun[-1]["choices"][0]["finish_reason"] is None:
             begun.append(json.loads(stream.line().removeprefix("data: ")))
         assert texts(begun) == {0: ANSWER}
@@ -93,7 +85,7 @@ def test_a_sample_streams_while_others_wait(server_url: str, backend: FakeBacken
 
 
 @hasty
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", MINIMAL)
 @pytest.mark.parametrize("usage", [False, True])
 def test_a_stream_that_waits_sends_comments_and_tells_the_rest_at_its_end(
     server_url: str, backend: FakeBackend, path: str, usage: bool
@@ -127,7 +119,7 @@ def test_a_failure_before_the_head_has_its_status(server_url: str, backend: Fake
     with streamed(server_url, n=n) as stream:
         assert stream.response.status_code == 504
         assert json.loads(stream.response.read())["error"]["code"] == "deadline"
-    wait_until_aborted(backend)
+    until(backend.all_over)
 
 
 @hasty
@@ -138,7 +130,7 @@ def test_a_failure_behind_the_head_is_an_event(server_url: str, backend: FakeBac
         backend.script.waiting = {0}
         (event,) = stream.rest()
     assert event["error"]["code"] == "deadline"
-    wait_until_aborted(backend)
+    until(backend.all_over)
 
 
 @patient
@@ -150,7 +142,7 @@ def test_a_failure_of_one_sample_ends_the_stream_of_the_others(server_url: str, 
         *chunks, event = stream.rest()
     assert event["error"]["code"] == "deadline"
     assert set(texts(chunks)) <= {0}
-    wait_until_aborted(backend)
+    until(backend.all_over)
 
 
 @patient
@@ -159,9 +151,9 @@ def test_a_failure_of_one_sample_is_known_while_the_prompt_of_another_waits(
 ) -> None:
     """Of a whole answer too."""
     backend.script.waiting, backend.script.fail_after, backend.script.failure = {1}, 2, LATE
-    answer = httpx.post(f"{server_url}/v1/completions", json={"prompt": "x", "n": 2}, timeout=TIMEOUT_S)
+    answer = httpx.post(f"{server_url}/v1/completions", json={"prompt": "x", "n": 2}, timeout=WITHIN_S)
     assert answer.status_code == 504
-    wait_until_aborted(backend)
+    until(backend.all_over)
 
 
 @hasty
@@ -185,7 +177,7 @@ def test_a_prefill_node_says_by_status_what_fails_before(server_url: str, backen
     threading.Timer(0.1, backend.script.waiting.clear).start()
     with streamed(server_url, bootstrap_room=5) as stream:
         assert stream.response.status_code == 504
-    wait_until_aborted(backend)
+    until(backend.all_over)
     with streamed(server_url, bootstrap_room=5) as stream:
         assert texts(stream.rest()[:-1])[0] != ""
 
@@ -201,7 +193,7 @@ def test_text_that_is_held_back_for_long_is_no_silence(server_url: str, backend:
 @hasty
 def test_openais_client_skips_comments(server_url: str, backend: FakeBackend) -> None:
     backend.script.waiting = {0}
-    with openai.OpenAI(base_url=f"{server_url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
+    with openai.OpenAI(base_url=f"{server_url}/v1", api_key="none", max_retries=0, timeout=WITHIN_S) as client:
         stream = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], stream=True)
         threading.Timer(10 * HASTY.comment_s, backend.script.waiting.clear).start()
         chunks = list(stream)
@@ -215,7 +207,7 @@ def test_a_client_that_leaves_while_its_prompt_waits_ends_it(server_url: str, ba
     backend.script.waiting = {0, 1}
     with streamed(server_url, n=2) as stream:
         assert stream.line() == COMMENT
-    wait_until_aborted(backend)
+    until(backend.all_over)
 
 
 def test_a_client_that_does_not_read_its_stream_ends_it(
@@ -223,17 +215,11 @@ def test_a_client_that_does_not_read_its_stream_ends_it(
 ) -> None:
     """What it does not read would wait here, for every such client."""
     backend.max_context, backend.script.answer = 10**6, "Tom has 42 " * 20_000
-    with serving(app, registry, HttpLimits(write_timeout_s=0.2)) as url, socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
-        body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 900_000}).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-        )
-        client.sendall(head.encode() + b"\r\n\r\n" + body)
-        end = time.monotonic() + TIMEOUT_S
-        while not backend.generations:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        wait_until_aborted(backend)
+    with (
+        http_server_thread(app, registry, HttpLimits(write_timeout_s=0.2)) as url,
+        RawConnection(url, receive_nbytes=4096) as connection,
+    ):
+        connection.send(post_json(COMPLETIONS, {"prompt": "x", "stream": True, "max_tokens": 900_000}))
+        until(lambda: backend.generations)
+        until(backend.all_over)
         assert backend.generations[0].aborted, "and not because it was read to its end"

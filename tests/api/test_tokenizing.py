@@ -3,64 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import os
 import signal
-import socket
-import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from cluster import wait
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from server.api import create_app, tokenizing
-from server.api.lanes import LaneLimits
+from server.api import create_app
+from server.api.lanes import Lane, LaneLimits, Lanes
 from server.api.tokenizing import INLINE_CHARS, THREAD_CHARS
-from server.engine.request import EncodingJob
 from server.engine.tokenizer import Tokenizer
-from server.engine.tokenizer_process import TokenizerProcess
+from server.engine.tokenizer_process import EncodingJob, TokenizerProcess
 from tests.api.byte_bpe import write_tokenizer_dir
 from tests.api.fakes import FakeBackend
-from tests.api.test_chat import CHAT, HELLO
-from tests.api.test_completions import complete
-from tests.api.test_errors import error_of
+from tests.api.harness import COMPLETIONS, WITHIN_S, chat, client_of, complete, error_of, until_async
+from tests.api.raw_http import RawConnection, post_json
+from tests.support.chat import chat_ids
 
-WITHIN_S = 60.0
 SHORT, MIDDLE, LONG = "How many?", "Tom has 12 " * 1000, "Tom has 12 " * 8000
 
 
 class WatchedProcess(TokenizerProcess):
     """``started`` is set when it is ready, ``begun`` when it is to have a text."""
 
-    def watch(self) -> None:
+    def __init__(self, settings: str) -> None:
+        super().__init__(settings)
         self.started, self.begun = threading.Event(), threading.Event()
 
     def start(self) -> None:
         super().start()
         self.started.set()
 
-    def _running(self, job: EncodingJob) -> subprocess.Popen[bytes]:
-        process = super()._running(job)
+    def encode(self, job: EncodingJob) -> list[list[int]]:
         if job.texts:
             self.begun.set()
-        return process
+        return super().encode(job)
 
 
 class Watched(Tokenizer):
     """Says what it was asked to tokenize or render, and hands out one process."""
 
-    def watch(self) -> None:
+    def watch(self, settings: str) -> None:
         self.seen: list[Any] = []
         self.gate = threading.Event()
         self.gate.set()
-        self.encoder = WatchedProcess(self._settings)
-        self.encoder.watch()
+        self.encoder = WatchedProcess(settings)
 
     def encode(self, text: str) -> list[int]:
         self.seen.append(text)
@@ -81,10 +76,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tokenizer(directory: Path) -> Iterator[Watched]:  # type: ignore[override]
+def tokenizer(directory: Path) -> Iterator[Watched]:
     tokenizer = Watched.load(directory)
     assert isinstance(tokenizer, Watched)
-    tokenizer.watch()
+    tokenizer.watch((directory / "tokenizer.json").read_text())
     yield tokenizer
     tokenizer.gate.set()
     tokenizer.encoder.close()
@@ -112,12 +107,6 @@ async def stuck(tokenizer: Watched) -> int:
     return pid
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        while not condition():  # noqa: ASYNC110 - another process's state
-            await asyncio.sleep(0.01)
-
-
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -131,10 +120,10 @@ async def test_ids_are_the_same_in_every_lane(
 ) -> None:
     text = ("Tom has 12 äpfel 🦊" * n_chars)[:n_chars]
     assert (await complete(client, prompt=text, max_tokens=1)).status_code == 200
-    chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
-    assert (await client.post(CHAT, json=chat)).status_code == 200
+    messages = [{"role": "user", "content": text}]
+    assert (await chat(client, messages=messages, max_tokens=1)).status_code == 200
     assert backend.requests[0].prompt_ids == tuple(tokenizer.encode(text))
-    assert backend.requests[1].prompt_ids == tuple(tokenizer.apply_chat_template(chat["messages"]))  # type: ignore[arg-type]
+    assert backend.requests[1].prompt_ids == tuple(chat_ids(tokenizer, messages))
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
@@ -149,8 +138,7 @@ async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
         assert f"{most + 1} characters" in error["message"]
         assert "256 tokens" in error["message"]
     assert tokenizer.seen == []
-    chat = {"messages": [{"role": "user", "content": "a" * most}]}
-    error = error_of(await client.post(CHAT, json=chat), 400)
+    error = error_of(await chat(client, messages=[{"role": "user", "content": "a" * most}]), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     longest = max((tokenizer.token_text(i) for i in range(tokenizer.vocab_size)), key=len)
     assert (await complete(client, prompt=longest * 254, max_tokens=1)).status_code == 200
@@ -183,7 +171,7 @@ async def test_without_a_bound_there_is_a_limit_of_characters(
 async def test_what_is_wrong_is_found_before_a_prompt_is_tokenized(
     client: httpx.AsyncClient, tokenizer: Watched, body: dict[str, Any]
 ) -> None:
-    assert (await client.post("/v1/completions", json=body)).status_code in (400, 404)
+    assert (await client.post(COMPLETIONS, json=body)).status_code in (400, 404)
     assert tokenizer.seen == []
 
 
@@ -191,36 +179,37 @@ async def test_a_prefill_node_tokenizes_nothing_without_a_room(
     client: httpx.AsyncClient, backend: FakeBackend, tokenizer: Watched
 ) -> None:
     backend.role = "prefill"
-    for path, body in (("/v1/completions", {"prompt": [SHORT, MIDDLE]}), (CHAT, {"messages": HELLO})):
-        assert error_of(await client.post(path, json=body), 400)["code"] == "wrong_role"
-    assert error_of(await complete(client, prompt=[5, -1]), 400)["code"] == "wrong_role"  # ids are not looked at
+    for asked in (
+        complete(client, prompt=[SHORT, MIDDLE]),
+        chat(client),
+        complete(client, prompt=[5, -1]),  # ids are not looked at
+    ):
+        assert error_of(await asked, 400)["code"] == "wrong_role"
     assert tokenizer.seen == []
 
 
 async def test_a_long_text_stands_in_nobodys_way(client: httpx.AsyncClient, tokenizer: Watched, stuck: int) -> None:
     long = [asyncio.create_task(complete(client, prompt=LONG, max_tokens=1)) for _ in range(12)]
-    await until(tokenizer.encoder.begun.is_set)
+    await until_async(tokenizer.encoder.begun.is_set)
     for prompt in (SHORT, MIDDLE, [5, 6, 7], [5] * 10_000):
         async with asyncio.timeout(WITHIN_S):
             assert (await complete(client, prompt=prompt)).status_code == 200
     async with asyncio.timeout(WITHIN_S):
-        chat = {"messages": [{"role": "user", "content": MIDDLE}] * 4}
-        assert (await client.post(CHAT, json=chat)).status_code == 200
+        conversation = [{"role": "user", "content": MIDDLE}] * 4
+        assert (await chat(client, messages=conversation)).status_code == 200
     assert not any(task.done() for task in long)
     os.kill(stuck, signal.SIGCONT)
     assert [task.status_code for task in await asyncio.gather(*long)] == [200] * 12
 
 
-async def test_more_long_texts_than_may_wait_are_a_503(
-    backend: FakeBackend, registry: CollectorRegistry, stuck: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizing, "LONG", LaneLimits(max_waiting=2))
-    app = create_app(backend, registry)
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://test", timeout=WITHIN_S
-    ) as client:
+def long_texts(max_waiting: int = 2, run_s: float = WITHIN_S) -> Lanes:
+    return Lanes(long_texts=Lane("tokenize long", LaneLimits(max_waiting, run_s=run_s)))
+
+
+async def test_more_long_texts_than_may_wait_are_a_503(backend: FakeBackend, stuck: int) -> None:
+    async with client_of(backend, lanes=long_texts()) as client:
         tasks = [asyncio.create_task(complete(client, prompt=LONG, max_tokens=1)) for _ in range(5)]
-        await until(lambda: sum(task.done() for task in tasks) == 2)
+        await until_async(lambda: sum(task.done() for task in tasks) == 2)
         for task in tasks:
             if task.done():
                 assert error_of(task.result(), 503)["code"] == "overloaded"
@@ -229,25 +218,19 @@ async def test_more_long_texts_than_may_wait_are_a_503(
         assert sorted(task.status_code for task in await asyncio.gather(*tasks)) == [200, 200, 200, 503, 503]
 
 
-async def test_a_text_that_takes_too_long_is_a_504_and_its_process_ends(
-    backend: FakeBackend, registry: CollectorRegistry, stuck: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizing, "LONG", LaneLimits(max_waiting=2, run_s=0.1))
-    app = create_app(backend, registry)
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://test", timeout=WITHIN_S
-    ) as client:
+async def test_a_text_that_takes_too_long_is_a_504_and_its_process_ends(backend: FakeBackend, stuck: int) -> None:
+    async with client_of(backend, lanes=long_texts(run_s=0.1)) as client:
         error = error_of(await complete(client, prompt=LONG), 504)
     assert error["code"] == "deadline"
     assert "tokenize long" in error["message"]
-    await until(lambda: not is_running(stuck))
+    await until_async(lambda: not is_running(stuck))
 
 
 async def test_a_process_that_dies_fails_its_own_text_only(
     client: httpx.AsyncClient, tokenizer: Watched, stuck: int
 ) -> None:
     task = asyncio.create_task(complete(client, prompt=LONG, max_tokens=1))
-    await until(tokenizer.encoder.begun.is_set)
+    await until_async(tokenizer.encoder.begun.is_set)
     other = asyncio.create_task(complete(client, prompt=LONG + "x", max_tokens=1))
     os.kill(stuck, signal.SIGKILL)
     assert error_of(await task, 503)["code"] == "tokenizer_died"
@@ -255,28 +238,20 @@ async def test_a_process_that_dies_fails_its_own_text_only(
 
 
 def test_a_client_that_goes_away_ends_the_work(server_url: str, tokenizer: Watched, backend: FakeBackend) -> None:
-    def wait_for(condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + WITHIN_S
-        while not condition():
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
-    def leave(sent: bytes) -> None:
-        """Closes the connection when the process has the text."""
-        host, port = server_url.removeprefix("http://").split(":")
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(sent)}\r\n"
-        with socket.create_connection((host, int(port)), timeout=WITHIN_S) as connection:
-            connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + sent)
-            assert tokenizer.encoder.begun.wait(WITHIN_S)
-
     assert tokenizer.encoder.started.wait(WITHIN_S)
     pid = tokenizer.encoder.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    leave(json.dumps({"prompt": LONG}).encode())
-    wait_for(lambda: not is_running(pid))
+
+    while is_running(pid):  # a client that leaves before the process has its text has nothing to end
+        tokenizer.encoder.begun.clear()
+        with RawConnection(server_url) as connection:
+            connection.send(post_json(COMPLETIONS, {"prompt": LONG}))
+            assert tokenizer.encoder.begun.wait(WITHIN_S)
+        with contextlib.suppress(TimeoutError):
+            wait.until(lambda: not is_running(pid), 10, "the process ends")
     assert backend.generations == []
-    answer = httpx.post(f"{server_url}/v1/completions", json={"prompt": LONG, "max_tokens": 1}, timeout=WITHIN_S)
+    answer = httpx.post(f"{server_url}{COMPLETIONS}", json={"prompt": LONG, "max_tokens": 1}, timeout=WITHIN_S)
     assert answer.status_code == 200
 
 
@@ -308,16 +283,3 @@ async def test_one_wrong_id_among_many_is_named(client: httpx.AsyncClient, at: i
     error = error_of(await complete(client, prompt=prompt), 400)
     assert error["param"] == "prompt"
     assert words in error["message"]
-
-
-@pytest.mark.parametrize(
-    "name", ["self", "tokenizer", "messages", "conversation", "chat_template", "tokenize", "variables"]
-)
-async def test_template_kwargs_that_name_an_argument_are_a_400_or_reach_the_template(
-    client: httpx.AsyncClient, name: str
-) -> None:
-    answer = await client.post(CHAT, json={"messages": HELLO, "chat_template_kwargs": {name: 1}})
-    if name in ("tokenizer", "variables"):  # no argument of the call: just a variable that this template does not read
-        assert answer.status_code == 200
-    else:
-        assert name in error_of(answer, 400)["message"]

@@ -121,9 +121,8 @@ async def _waiting(pair: Pair, client: Client) -> Others:
 
 async def _reserve(pair: Pair, client: Client, monkeypatch: pytest.MonkeyPatch) -> Others:
     """P hears nothing of the request (its control messages are lost for a while)."""
-    bootstrap = pair.prefill._bootstrap
     with monkeypatch.context() as lossy:
-        lossy.setattr(bootstrap, "_on_peer_message", lambda routing_id, message: None)
+        lossy.setattr(pair.prefill.manager, "on_message", lambda peer, message: None)
         client.ask(a_request(prompt(30)))
         await until(lambda: room_phases(pair) == ["reserve"], what="the room is opened")
         await asyncio.sleep(0.1)

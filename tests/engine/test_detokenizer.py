@@ -60,7 +60,18 @@ def pieces(tokenizer: object, ids: list[int], context: list[int] | None = None) 
 def broken_prompts(tokenizer: Tokenizer, n_prompts: int, seed: int = 0) -> Iterator[list[int]]:
     """Prompts rich in U+FFFD and in characters of several bytes; half of them are cut somewhere, often inside one."""
     rng = random.Random(seed)
-    pieces = [REPLACEMENT, "�".encode()[:2], b"\xff", "日", "🦊", "é", "Tom", " 42", "\n", tokenizer.decode([7])]
+    pieces: list[str | bytes] = [
+        REPLACEMENT,
+        "�".encode()[:2],
+        b"\xff",
+        "日",
+        "🦊",
+        "é",
+        "Tom",
+        " 42",
+        "\n",
+        tokenizer.decode([7]),
+    ]
     for _ in range(n_prompts):
         chosen = rng.choices(pieces, k=rng.randint(1, 12))
         ids = byte_ids(tokenizer, b"".join(p.encode() if isinstance(p, str) else p for p in chosen))
@@ -80,7 +91,8 @@ def answer_ids(tokenizer: Tokenizer, rng: random.Random) -> list[int]:
 
 def places(data: Sequence[bytes]) -> list[int]:
     """For each of the tokens' bytes: which character of the decoded whole its first byte is in."""
-    whole, chars, at = b"".join(data), [], 0
+    whole, at = b"".join(data), 0
+    chars: list[int] = []
     while at < len(whole):
         try:
             valid = whole[at:].decode()

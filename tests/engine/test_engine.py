@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import queue
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from server.cache.arena import Arena
 from server.cache.digest import live_digests
 from server.cache.handoff import prompt_hash, read_handoff
-from server.cache.layout import ArenaLayout, Placement
+from server.cache.layout import Placement
 from server.cache.owners import Owner
-from server.cache.specs import CacheGeometry
-from server.engine.engine import Engine
 from server.engine.events import (
     Cancel,
     ChunkComputed,
     ComputeFailed,
-    Event,
     Finished,
     Generate,
     Output,
@@ -38,7 +34,7 @@ from server.engine.tokenizer import Tokenizer
 from server.failure import Failure
 from server.model.loader import load_model
 from server.model.network import DeepseekV4
-from server.model.state import state_components
+from tests.engine.harness import Harness, outputs_of, tokens_of
 from tests.support.checkpoints import BUNDLED
 
 
@@ -52,27 +48,6 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(BUNDLED)
 
 
-class Harness:
-    """An engine whose events are collected."""
-
-    def __init__(self, model: DeepseekV4, tokenizer: Tokenizer, chunk_tokens: int = 64) -> None:
-        config = model.config
-        geometry = CacheGeometry(256, 40, 20, config.sliding_window, 0, state_components(config, "float32"))
-        self.arena = Arena(ArenaLayout.from_geometry(geometry), poison=True)
-        self.events: queue.Queue[Event] = queue.Queue()
-        self.engine = Engine(ModelRunner(model, self.arena), tokenizer, self.events.put, chunk_tokens=chunk_tokens)
-        self.engine.start()
-
-    def until(self, kind: type, key: object, timeout_s: float = 60.0) -> list[Event]:
-        """Every event up to the first of ``kind`` for ``key``."""
-        seen = []
-        while True:
-            event = self.events.get(timeout=timeout_s)
-            seen.append(event)
-            if isinstance(event, kind) and getattr(event, "key", None) == key:
-                return seen
-
-
 @pytest.fixture
 def harness(model: DeepseekV4, tokenizer: Tokenizer) -> Iterator[Harness]:
     made = Harness(model, tokenizer)
@@ -80,14 +55,10 @@ def harness(model: DeepseekV4, tokenizer: Tokenizer) -> Iterator[Harness]:
     made.engine.stop()
 
 
-def request(n: int, seed: int = 0, **sampling: object) -> GenerationRequest:
+def request(n: int, seed: int = 0, **sampling: Any) -> GenerationRequest:
     ids = tuple(random.Random(seed).choices(range(10, 500), k=n))
-    params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
+    params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **sampling})
     return GenerationRequest(f"r{n}-{seed}", ids, params)
-
-
-def tokens_of(events: list[Event], key: object) -> list[int]:
-    return [t for e in events if isinstance(e, Output) and e.key == key for t in e.output.token_ids]
 
 
 def test_sixteen_at_once_answer_as_alone(harness: Harness) -> None:
@@ -95,17 +66,9 @@ def test_sixteen_at_once_answer_as_alone(harness: Harness) -> None:
     alone = {}
     for r in requests:
         harness.engine.submit(Generate(r.request_id, r, Placement(1, (1, 2))))
-        alone[r.request_id] = [e for e in harness.until(Finished, r.request_id) if isinstance(e, Output)]
-    for i, r in enumerate(requests):
-        harness.engine.submit(Generate(r.request_id, r, Placement(i + 1, (2 * i + 4, 2 * i + 3))))
-    together: dict[object, list[Output]] = {r.request_id: [] for r in requests}
-    finished = 0
-    while finished < len(requests):
-        event = harness.events.get(timeout=60)
-        finished += isinstance(event, Finished)
-        if isinstance(event, Output):
-            together[event.key].append(event)
-    assert together == alone
+        alone[r.request_id] = outputs_of(harness.until(Finished, r.request_id), r.request_id)
+    events = harness.generate(requests)
+    assert {r.request_id: outputs_of(events, r.request_id) for r in requests} == alone
 
 
 def test_a_handed_over_prompt_resumes_like_a_local_one(harness: Harness) -> None:
@@ -127,7 +90,7 @@ def test_a_handed_over_prompt_resumes_like_a_local_one(harness: Harness) -> None
 
 
 @pytest.mark.parametrize(("sampling", "reason"), [({"max_tokens": 1}, "length"), ({"stop_token_ids": (42,)}, "stop")])
-def test_the_first_token_can_be_the_last(harness: Harness, sampling: dict[str, object], reason: str) -> None:
+def test_the_first_token_can_be_the_last(harness: Harness, sampling: dict[str, Any], reason: str) -> None:
     r = request(20, **sampling)
     harness.engine.submit(Resume("x", r, Placement(1, (1,)), TokenLogprob(42, 0.0)))
     events = harness.until(Finished, "x")
@@ -147,7 +110,9 @@ def test_cancel_frees_and_scrubs_in_every_phase(harness: Harness) -> None:
     harness.until(Finished, "x")
     assert harness.arena.view("swa")[3].isnan().all()
     assert harness.arena.view("c4_kv")[7].isnan().all()
-    assert harness.engine.load == {"decoding": 0, "prefilling": 0}
+    harness.engine.submit(Cancel("x"))
+    harness.engine.submit(Scrub("y", where))
+    assert harness.until(Scrubbed, "y") == [Scrubbed("y")], "nothing is left of it"
 
 
 def test_state_that_was_never_written_fails_that_request_alone(harness: Harness) -> None:
@@ -227,7 +192,7 @@ def test_poisoned_memory_is_never_read(model: DeepseekV4, tokenizer: Tokenizer) 
         if not poison:
             made.arena.buffer.zero_()
         made.engine.submit(Generate("x", request(130, logprobs=5), Placement(4, (6, 3))))
-        outputs.append([e for e in made.until(Finished, "x") if isinstance(e, Output)])
+        outputs.append(outputs_of(made.until(Finished, "x"), "x"))
         made.engine.stop()
     assert outputs[0] == outputs[1]
     assert all(torch.isfinite(torch.tensor([lp.logprob for lp in e.output.logprobs])).all() for e in outputs[0])
@@ -252,5 +217,7 @@ def test_an_answer_is_not_decoded_from_memory_of_another(harness: Harness) -> No
     harness.arena.owners.stamp(where, Owner(1, 2))
     before = harness.arena.buffer.clone()
     harness.engine.submit(Resume("x", request(70), where, TokenLogprob(42, 0.0), Owner(1, 1)))
-    assert harness.until(ComputeFailed, "x")[-1].failure.component == "c4_kv"
+    failed = harness.until(ComputeFailed, "x")[-1]
+    assert isinstance(failed, ComputeFailed)
+    assert failed.failure.component == "c4_kv"
     assert harness.arena.buffer.equal(before)

@@ -98,7 +98,7 @@ def test_short_cut_for_large_vocabularies_is_exact(params: SamplingParams, monke
     logits = (torch.randn(64, 4000, generator=torch.Generator().manual_seed(3)) * 3).round(decimals=1)  # many ties
     rows = [row(params, seed=1, position=i) for i in range(64)]
     short = sample(logits, rows)
-    monkeypatch.setattr("server.engine.sampler._FIRST_RANKED", 10**6)
+    monkeypatch.setattr("server.engine.sampler.FIRST_RANKED", 10**6)
     assert sample(logits, rows) == short
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from server.cache.layout import ArenaLayout, Placement
 from server.cache.specs import CacheGeometry
 from server.engine import engine as engine_module
 from server.engine.engine import Engine
-from server.engine.events import ComputeFailed, Event, Finished, Generate, Output, Prefill, PrefillFinished, Resume
+from server.engine.events import ComputeFailed, Event, Output, Prefill, PrefillFinished, Resume
 from server.engine.request import GenerationRequest, SamplingParams, TokenLogprob
 from server.engine.runner import ModelRunner
 from server.engine.sampler import RowSampling, sample
@@ -24,7 +24,7 @@ from server.engine.tokenizer import Tokenizer
 from server.model.loader import load_model
 from server.model.network import DeepseekV4
 from server.model.state import state_components
-from tests.engine.test_engine import tokens_of
+from tests.engine.harness import Harness, tokens_of
 from tests.support.checkpoints import BUNDLED, write_checkpoint
 
 LENGTHS = [1, 3, 18, 63, 64, 127, 129, 255, 257]
@@ -42,35 +42,6 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(BUNDLED)
 
 
-class Harness:
-    """An engine with k draft tokens; ``events`` of every key in order."""
-
-    def __init__(self, model: DeepseekV4, tokenizer: Tokenizer, k: int, *, cold: bool = False) -> None:
-        components = state_components(model.config, "float32", k, draft=True)
-        geometry = CacheGeometry(256, 60, 20, model.config.sliding_window, k, components)
-        self.arena = Arena(ArenaLayout.from_geometry(geometry), poison=True)
-        self.events: queue.Queue[Event] = queue.Queue()
-        self.engine = Engine(
-            ModelRunner(model, self.arena), tokenizer, self.events.put, chunk_tokens=64, spec_tokens=k, cold_draft=cold
-        )
-        self.engine.start()
-
-    def finish(self, keys: Sequence[object]) -> list[Event]:
-        """Every event until all of ``keys`` have ended."""
-        open_keys, seen = set(keys), []
-        while open_keys:
-            event = self.events.get(timeout=60)
-            seen.append(event)
-            if isinstance(event, Finished | ComputeFailed | PrefillFinished):
-                open_keys.discard(event.key)
-        return seen
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Event]:
-        for i, r in enumerate(requests):
-            self.engine.submit(Generate(r.request_id, r, Placement(i + 1, (3 * i + 3, 3 * i + 1, 3 * i + 2))))
-        return self.finish([r.request_id for r in requests])
-
-
 @pytest.fixture
 def harness(model: DeepseekV4, tokenizer: Tokenizer) -> Iterator[Callable[..., Harness]]:
     made: list[Harness] = []
@@ -84,8 +55,8 @@ def harness(model: DeepseekV4, tokenizer: Tokenizer) -> Iterator[Callable[..., H
         one.engine.stop()
 
 
-def requests(lengths: Sequence[int], **sampling: object) -> list[GenerationRequest]:
-    params = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
+def requests(lengths: Sequence[int], **sampling: Any) -> list[GenerationRequest]:
+    params = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **sampling})
     return [GenerationRequest(f"r{n}", tuple(random.Random(n).choices(range(3, 520), k=n)), params) for n in lengths]
 
 
@@ -107,9 +78,7 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
         pytest.param(8, SAMPLED, id="sampled-8", marks=pytest.mark.full),
     ],
 )
-def test_drafts_of_the_layer_change_no_token(
-    harness: Callable[..., Harness], k: int, sampling: dict[str, object]
-) -> None:
+def test_drafts_of_the_layer_change_no_token(harness: Callable[..., Harness], k: int, sampling: dict[str, Any]) -> None:
     batch = requests(LENGTHS, **sampling)
     plain = harness(0).generate(batch)
     spec = harness(k).generate(batch)

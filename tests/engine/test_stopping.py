@@ -142,7 +142,7 @@ def test_min_tokens_suppresses_eos_and_stop_strings(tokenizer: Tokenizer) -> Non
     output = processor(tokenizer, min_tokens=3, stop=("b",), stop_token_ids=(9,))
     banned = []
     for token_id in char_ids(tokenizer, "abbcb"):
-        banned.append(output.banned_ids)
+        banned.append(output.banned_ids())
         output.feed([token_id])
     assert banned == [{EOS, 9}] * 3 + [frozenset()] * 2
     assert output.n_generated == 5
@@ -156,7 +156,7 @@ def test_stop_string_that_begins_before_min_tokens_and_ends_after_it_counts(toke
 
 
 def test_ignore_eos_with_min_tokens_bans_nothing(tokenizer: Tokenizer) -> None:
-    assert processor(tokenizer, min_tokens=3, ignore_eos=True).banned_ids == frozenset()
+    assert processor(tokenizer, min_tokens=3, ignore_eos=True).banned_ids() == frozenset()
 
 
 def test_logprobs_only_when_asked_for(tokenizer: Tokenizer) -> None:
@@ -222,15 +222,6 @@ def test_a_long_hold_costs_no_more_for_every_token(tokenizer: Tokenizer) -> None
     text, outputs = run_with_logprobs(output, [[a]] * n)
     assert offsets(outputs) == list(range(n))
     assert len(text) == n
-
-
-def test_abort_gives_the_text_so_far_once(tokenizer: Tokenizer) -> None:
-    output = processor(tokenizer, stop=("###",))
-    output.feed(char_ids(tokenizer, "a##"))
-    made = output.abort()
-    assert made is not None
-    assert (made.text, made.finish_reason) == ("##", FinishReason.ABORT)
-    assert output.abort() is None
 
 
 def test_long_repetitive_stop_string_is_linear() -> None:

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from server.engine.tokenizer import Tokenizer, sampling_defaults
 from server.failure import RequestFailed
 from tests.api.byte_bpe import BOS, CHAT_TEMPLATE, write_tokenizer_dir
+from tests.support.chat import chat_ids
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_lone_surrogate_is_a_400(tokenizer: Tokenizer) -> None:
         tokenizer.encode("a\ud800b")
     assert (failure.value.code, failure.value.kind) == ("invalid_text", "request")
     with pytest.raises(RequestFailed) as failure:
-        tokenizer.apply_chat_template([{"role": "user", "content": "\ud800"}])
+        chat_ids(tokenizer, [{"role": "user", "content": "\ud800"}])
     assert failure.value.code == "invalid_text"
 
 
@@ -62,10 +63,10 @@ def test_chat_template_is_what_transformers_does(tokenizer: Tokenizer, model_dir
     expected = AutoTokenizer.from_pretrained(str(model_dir)).apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     )
-    ids = tokenizer.apply_chat_template(messages)
+    ids = chat_ids(tokenizer, messages)
     assert ids == expected
     assert ids.count(0) == 1  # BOS is the template's, not added a second time
-    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == expected[:-1]
+    assert chat_ids(tokenizer, messages, add_generation_prompt=False) == expected[:-1]
 
 
 @pytest.mark.parametrize("n_chars", [10, 10_000])
@@ -80,7 +81,7 @@ def test_a_text_that_begins_with_bos_gets_no_second_one(tokenizer: Tokenizer, n_
 
 def test_a_templated_prompt_is_the_same_as_text_and_as_a_conversation(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "Tom has 12"}]
-    assert tokenizer.encode(tokenizer.render_chat(messages, {})) == tokenizer.apply_chat_template(messages)
+    assert tokenizer.encode(tokenizer.render_chat(messages, {})) == chat_ids(tokenizer, messages)
 
 
 def test_bos_twice_stays_where_the_tokenizer_adds_none(model_dir: Path, tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_bos_twice_stays_where_the_tokenizer_adds_none(model_dir: Path, tmp_path
 
 
 def test_chat_template_kwargs_reach_the_template(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], thinking=True)
+    ids = chat_ids(tokenizer, [{"role": "user", "content": "x"}], thinking=True)
     assert tokenizer.decode(ids).endswith("think")
 
 
@@ -101,13 +102,13 @@ def test_chat_template_kwargs_reach_the_template(tokenizer: Tokenizer) -> None:
 )
 def test_chat_template_kwargs_may_not_be_arguments_of_the_call(tokenizer: Tokenizer, name: str) -> None:
     with pytest.raises(RequestFailed, match=name) as failure:
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], **{name: "{{ 1 }}"})  # type: ignore[arg-type]
+        chat_ids(tokenizer, [{"role": "user", "content": "x"}], **{name: "{{ 1 }}"})  # type: ignore[arg-type]
     assert failure.value.kind == "request"
 
 
 def test_template_error_is_a_400_with_its_reason(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestFailed, match="unknown role wizard") as failure:
-        tokenizer.apply_chat_template([{"role": "wizard", "content": "x"}])
+        chat_ids(tokenizer, [{"role": "wizard", "content": "x"}])
     assert (failure.value.code, failure.value.kind) == ("chat_template_error", "request")
 
 
@@ -135,7 +136,7 @@ def test_no_chat_template_is_a_400_on_chat_only(tmp_path: Path) -> None:
     plain = Tokenizer.load(write_tokenizer_dir(tmp_path, chat_template=None))
     assert plain.decode(plain.encode("hello")) == "hello"
     with pytest.raises(RequestFailed) as failure:
-        plain.apply_chat_template([{"role": "user", "content": "x"}])
+        chat_ids(plain, [{"role": "user", "content": "x"}])
     assert (failure.value.code, failure.value.kind) == ("no_chat_template", "request")
 
 

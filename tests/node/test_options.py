@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
 import pytest
 
-from server.node.build import check_families, lay_groundwork
-from server.node.options import NodeOptions, node_parser, peer_address
+from server.node.build import build_resources, check_families
+from server.node.cli import parse
+from server.node.options import NodeOptions, peer_address
 from server.transfer.deadlines import DeadlineError
 from server.transfer.engines.base import TransportMisconfigured
 
@@ -29,28 +31,28 @@ def test_a_number_out_of_range_is_refused(
     option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        node_parser("node", "", port=1).parse_args([option, value])
+        parse(NodeOptions, "node", "", [option, value])
     assert words in capsys.readouterr().err
 
 
 def test_connections_are_kept_longer_than_proxies_keep_theirs() -> None:
-    options = NodeOptions.from_namespace(node_parser("node", "", port=1).parse_args([]))
-    assert options.http.keep_alive_s >= 75  # nginx: 60 s, cloud balancers: 60 s, httpx: 5 s
-    assert options.http.cors_origins == ()
+    options = parse(NodeOptions, "node", "", [])
+    assert options.keep_alive_s >= 75  # nginx: 60 s, cloud balancers: 60 s, httpx: 5 s
+    assert options.cors_origins == ()
 
 
 @pytest.mark.parametrize(
     ("given", "host"), [("::1", "::1"), ("[::1]", "::1"), ("fe80::1%lo", "fe80::1%lo"), ("node-1.lan", "node-1.lan")]
 )
 def test_a_host_may_be_a_name_or_an_address_of_either_kind(given: str, host: str) -> None:
-    options = NodeOptions.from_namespace(node_parser("node", "", port=1).parse_args(["--host", given]))
+    options = parse(NodeOptions, "node", "", ["--host", given])
     assert (options.host, options.transfer_host) == (host, host)
 
 
 @pytest.mark.parametrize("given", ["127.0.0.1:80", "[::1]:80", "[node]", "::1::2"])
 def test_a_host_with_a_port_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        node_parser("node", "", port=1).parse_args(["--transfer-host", given])
+        parse(NodeOptions, "node", "", ["--transfer-host", given])
     assert "is not a host: give a name or an address without a port" in capsys.readouterr().err
 
 
@@ -70,7 +72,7 @@ def test_an_ipv6_address_without_its_brackets_is_refused(address: str) -> None:
     [("127.0.0.1", ["10.0.0.1:1", "[::1]:8998"]), ("::1", ["127.0.0.1:8998"]), ("::1", ["node:8998"])],
 )
 def test_ipv4_and_ipv6_in_one_pair_are_refused_before_anything_is_loaded(host: str, peers: list[str]) -> None:
-    options = NodeOptions.from_namespace(node_parser("node", "", port=1).parse_args(["--host", host]))
+    options = NodeOptions(host=host)
     with pytest.raises(TransportMisconfigured, match=re.escape(f"prefill {peers[-1]} and this node's own {host}")):
         check_families(options, peers)
     check_families(options, ["[::2]:1"] if host == "::1" else ["node:1", "127.0.0.1:1"])
@@ -78,9 +80,9 @@ def test_ipv4_and_ipv6_in_one_pair_are_refused_before_anything_is_loaded(host: s
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_deadline_is_looked_at_before_a_model_is_loaded(role: str) -> None:
-    arguments = node_parser("node", "", port=1).parse_args(["--model", "/nowhere", "--deadline", "commit=soon"])
+    options = NodeOptions(model=Path("/nowhere"), deadlines=("commit=soon",))
     with pytest.raises(DeadlineError, match="--deadline commit=soon: 'soon' is no number of seconds"):
-        lay_groundwork(role, NodeOptions.from_namespace(arguments))
+        build_resources(role, options)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +94,8 @@ def test_a_deadline_is_looked_at_before_a_model_is_loaded(role: str) -> None:
     ],
 )
 def test_the_default_of_max_tokens_is_told_with_its_cost(arguments: list[str], n_tokens: int, n_pages: int) -> None:
-    options = NodeOptions.from_namespace(node_parser("node", "", port=1).parse_args(arguments))
-    settings = lay_groundwork("decode", options, spec_tokens=3).settings()
+    options = parse(NodeOptions, "node", "", arguments)
+    settings = build_resources("decode", options, spec_tokens=3).settings
     assert settings["facts"]["default_max_tokens"] == n_tokens
     assert settings["facts"]["default_max_tokens_pages"] == n_pages
     assert n_tokens < settings["max_context"]

@@ -10,9 +10,11 @@ import threading
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import UnionType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -45,12 +47,14 @@ from server.engine.request import FinishReason, GenerationRequest, SamplingParam
 from server.failure import Failure
 from server.faults.spec import FaultSet
 from server.node.context import NodeContext
+from server.prefill.decode_peer import DecodePeer
 from server.prefill.node import PrefillNode, PrefillSettings
 from server.transfer.auth import Guard
 from server.transfer.engines.base import TransferEngine
 from server.transfer.engines.loopback import LoopbackEngine
 from server.transfer.manifest import ModelIdentity
 from server.transfer.metrics import NodeMetrics
+from server.transfer.protocol import AnyMessage, PeerMessage
 from server.transfer.rooms import Deadlines
 from tests.support.waiting import until
 from tests.transfer.support import IDENTITY, WINDOW, make_geometry
@@ -370,6 +374,21 @@ async def pairs(make_transport: Callable[[], TransferEngine] = LoopbackEngine) -
     finally:
         for started in reversed(list(pair.started)):
             await pair.stop(started)
+
+
+def deaf_to(p: NodeUnderTest, kinds: type | UnionType, monkeypatch: pytest.MonkeyPatch) -> list[AnyMessage]:
+    """The prefill node ignores messages of these kinds from now on; those that it has ignored."""
+    ignored: list[AnyMessage] = []
+    take = p.node.manager.on_message
+
+    def on_message(peer: DecodePeer, message: PeerMessage) -> None:
+        if isinstance(message, kinds):
+            ignored.append(message)
+        else:
+            take(peer, message)
+
+    monkeypatch.setattr(p.node.manager, "on_message", on_message)
+    return ignored
 
 
 def request(n: int, seed: int = 0, **sampling: Any) -> GenerationRequest:

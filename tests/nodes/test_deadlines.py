@@ -14,7 +14,7 @@ from server.decode import room_manager
 from server.failure import RequestFailed
 from server.transfer.engines.loopback import Fault, LoopbackEngine
 from server.transfer.protocol import Committed, Reserve
-from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, pairs, request, until
+from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, deaf_to, pairs, request, until
 from tests.nodes.test_failures import assert_works_again
 from tests.transfer.support import make_geometry
 
@@ -31,18 +31,6 @@ async def failure_of(d: NodeUnderTest) -> RequestFailed:
         await answer(d.node, request(270))
     assert time.monotonic() - started < 25.0
     return caught.value
-
-
-def deaf_to(p: NodeUnderTest, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prefill node does not hear messages of this kind any more."""
-    reception = p.node._bootstrap._handler
-    heard = reception.on_message
-
-    def on_message(peer: object, message: object) -> None:
-        if not isinstance(message, kind):
-            heard(peer, message)
-
-    monkeypatch.setattr(reception, "on_message", on_message)
 
 
 async def test_reserve(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ async def test_aborting_a_hundred_rooms_leaks_nothing(pair: Pair) -> None:
         generation.abort()
     await assert_works_again(p, d)
     assert not d.node._manager.works
-    assert not p.node._manager.works
+    assert not p.node.manager.reqs
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,9 @@ async def test_a_peer_that_falls_silent_fails_its_rooms_within_the_deadline_and_
     generation = d.node.submit(request(300))
     await until(lambda: next(iter(d.node._manager.works.values())).room.phase == "prefill")
     started = time.monotonic()
-    p.node._bootstrap._put = lambda frames: None  # as a frozen process: the connection stands, and says nothing
+    p.node.socket.send = lambda routing_id, message: (
+        None
+    )  # as a frozen process: the connection stands, and says nothing
     with pytest.raises(RequestFailed, match="was silent") as caught:
         await generation.route()
     assert time.monotonic() - started < 5 * FAST.peer_s
@@ -265,7 +267,7 @@ async def test_a_peer_that_falls_silent_fails_its_rooms_within_the_deadline_and_
     assert caught.value.kind == "unavailable"
     await until(lambda: all_free(d), what="the fence makes the memory free")
     p.engine.gate.set()
-    await p.node._bootstrap.close()
+    await p.node.socket.close()
     p2 = await pair.prefill(port=port)
     await until(lambda: d.node.server_info()["peers"][0]["state"] == "registered")
     await assert_works_again(p2, d)
@@ -304,10 +306,10 @@ async def test_a_decode_node_that_disappears_leaves_the_prefill_node_clean(pair:
     await until(lambda: p.counts()["slots"]["reserved"] == 3)
     for link in d.node._manager.receiver.links:
         await link.close()
-    await until(lambda: not p.node._manager.targets, FAST.peer_s + 1.0)
+    await until(lambda: not p.node.manager.senders, FAST.peer_s + 1.0)
     p.engine.gate.set()
     await until(lambda: all_free(p))
-    assert not p.node._manager.works
+    assert not p.node.manager.reqs
 
 
 async def test_the_client_hears_of_a_dead_prefill_engine(pair: Pair) -> None:
@@ -351,7 +353,7 @@ async def test_a_done_that_is_sent_again_is_answered_again(pair: Pair, monkeypat
     p = await pair.prefill()
     d = await pair.decode(p)
     answers = 0
-    step = p.node._manager.step
+    step = p.node.manager.step
 
     def lose_the_first_answer(work: object, event: object) -> None:
         nonlocal answers
@@ -359,7 +361,7 @@ async def test_a_done_that_is_sent_again_is_answered_again(pair: Pair, monkeypat
         if not (isinstance(event, Committed) and answers == 1):
             step(work, event)
 
-    monkeypatch.setattr(p.node._manager, "step", lose_the_first_answer)
+    monkeypatch.setattr(p.node.manager, "step", lose_the_first_answer)
     assert await answer(d.node, request(40)) == expected(request(40))
     await until(lambda: answers == 2)
     await assert_works_again(p, d)

@@ -86,9 +86,9 @@ async def test_a_killed_decode_node_is_known_at_once(pair: Pair, start_decode: C
     d.say("ask 1500 1")
     await until(lambda: p.counts()["slots"]["reserved"] == 1, what="P works on the room")
     d.end()
-    await until(lambda: not p.node._bootstrap.peers, AT_ONCE_S, "P has given the dead node up")
+    await until(lambda: not p.node.bootstrap.peers, AT_ONCE_S, "P has given the dead node up")
     p.engine.gate.set()
-    await until(lambda: all_free(p) and not p.node._manager.targets, what="P's memory is free")
+    await until(lambda: all_free(p) and not p.node.manager.senders, what="P's memory is free")
 
 
 async def test_a_connection_that_is_reset_between_two_living_nodes_loses_no_room(pair: Pair) -> None:

@@ -17,6 +17,7 @@ from server.decode.quarantine import LONG_S, Quarantine
 from server.decode.transport_sessions import TransportSessions
 from server.failure import Failure, RequestFailed
 from server.node.supervisor import Supervisor
+from server.prefill.kv_sender import SendJob
 from server.transfer.engines.base import EngineClosed, TransferError
 from server.transfer.engines.loopback import Fault, LoopbackEngine
 from server.transfer.rooms import RoomKey
@@ -38,6 +39,13 @@ class Bug(BaseException):
 
 def raise_bug(*args: object) -> None:
     raise Bug("simulated")
+
+
+class _Deadly:
+    """A key that ends whoever looks it up."""
+
+    def __hash__(self) -> int:
+        raise Bug("simulated")
 
 
 # --- the end that was asked for ---
@@ -152,19 +160,19 @@ def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnde
 
 @vital("prefill ticker")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    patch.setattr(p.node._manager, "tick", raise_bug)
+    patch.setattr(p.node.manager, "tick", raise_bug)
     return p
 
 
 @vital("bootstrap receive")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    patch.setattr(p.node._bootstrap, "_on_frames", raise_bug)
+    patch.setattr(p.node.bootstrap, "on_frames", raise_bug)
     return p
 
 
 @vital("bootstrap watch")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    (peer,) = p.node._manager.targets
+    (peer,) = p.node.manager.senders
     patch.setattr(peer.heartbeat, "tick", raise_bug)
     return p
 
@@ -183,9 +191,8 @@ def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnde
 
 @vital("sender ")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    (target,) = p.node._manager.targets.values()
-    patch.setattr(target.sender, "_turn", raise_bug)
-    target.sender.cancel("wake up")
+    (sender,) = p.node.manager.senders.values()
+    sender.send(SendJob(_Deadly(), 0, (), 0.0))
     return p
 
 
@@ -249,8 +256,8 @@ def test_the_first_death_is_the_reason_and_an_orderly_end_is_none() -> None:
         "server.decode.request_manager.RequestManager.room_committed",
         "server.decode.request_manager.RequestManager._tell_client",
         "server.decode.room.DecodeRoom._on_done",
-        "server.prefill.reception.read_request",
-        "server.prefill.reception.Reception._check",
+        "server.prefill.room_manager.read_request",
+        "server.prefill.room_memory.RoomMemory.refuses",
         "server.prefill.room_memory.Outgoing",
         "server.prefill.request.CopyPlan.full_pages",
         "server.prefill.request.CopyPlan.tail",
@@ -278,7 +285,7 @@ async def test_an_exception_anywhere_in_a_room_fails_that_room_only(
     assert tokens == expected(request(600, seed=1))
     await assert_works_again(p, d)
     assert not d.node._manager.works
-    await until(lambda: not p.node._manager.works)
+    await until(lambda: not p.node.manager.reqs)
     assert p.node.alive() == d.node.alive() == (True, "")
 
 
@@ -292,7 +299,7 @@ async def test_peers_that_register_and_die_leave_nothing(pair: Pair) -> None:
         pair.started.remove(d)
         d.engine.gate.set()
         await d.node.stop()
-    await until(lambda: len(p.node._manager.targets) == 1, FAST.peer_s + 2.0)
+    await until(lambda: len(p.node.manager.senders) == 1, FAST.peer_s + 2.0)
     assert await answer(survivor.node, request(270)) == expected(request(270))
     await until(lambda: all_free(p) and all_free(survivor))
     senders = [thread for thread in threading.enumerate() if thread.name.startswith("sender ")]

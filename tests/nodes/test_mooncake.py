@@ -119,7 +119,7 @@ async def test_a_decode_node_restart_gets_a_fresh_sender(pair: Pair) -> None:
         d = await pair.decode(p)
         assert await answer(d.node, request(300)) == expected(request(300))
         await pair.stop(d)
-    await until(lambda: not p.node._manager.targets, 5.0)
+    await until(lambda: not p.node.manager.senders, 5.0)
     assert all_free(p)
 
 

@@ -104,8 +104,8 @@ def start_decode() -> Iterator[Callable[..., DecodeProcess]]:
         process.end()
 
 
-def works(p: NodeUnderTest) -> list[PrefillRequest]:
-    return list(p.node._manager.works.values())
+def reqs(p: NodeUnderTest) -> list[PrefillRequest]:
+    return list(p.node.manager.reqs.values())
 
 
 async def stays_free(d: NodeUnderTest) -> None:
@@ -124,7 +124,7 @@ async def test_rooms_of_more_pieces_than_the_queue_all_arrive(pair: Pair) -> Non
     p.engine.gate.clear()  # so that all of them go out in one rush
     asked = [request(n, seed) for seed in range(n_rooms)]
     answers = [asyncio.create_task(answer(d.node, one)) for one in asked]
-    await until(lambda: len(works(p)) == n_rooms, 30.0)
+    await until(lambda: len(reqs(p)) == n_rooms, 30.0)
     p.engine.gate.set()
     assert await asyncio.gather(*answers) == [expected(one) for one in asked]
     assert d.engine.wrong_bytes == []
@@ -183,20 +183,20 @@ async def test_a_decode_node_that_freezes_in_a_transfer_and_wakes_lets_nothing_l
     assert await d.ask(300) == "right"
     p.engine.gate.clear()
     d.say("ask 1500 1")
-    await until(lambda: any(work.placement is not None for work in works(p)), what="P works on the room")
-    (session,) = [target.peer.manifest.session for target in p.node._manager.targets.values()]
+    await until(lambda: any(req.placement is not None for req in reqs(p)), what="P works on the room")
+    (session,) = [peer.manifest.session for peer in p.node.manager.senders]
     before = SpyingEngine.submitted
     d.process.send_signal(signal.SIGSTOP)
     p.engine.gate.set()
     await until(lambda: SpyingEngine.submitted > before, what="pieces are on their way to a frozen process")
-    await until(lambda: not p.node._manager.targets, what="P gives the silent node up")
+    await until(lambda: not p.node.manager.senders, what="P gives the silent node up")
     await until(lambda: all_free(p), what="P's memory is free")
     d.process.send_signal(signal.SIGCONT)
     assert (await d.hear()).startswith("failed")
     d.say("quiet")
     assert await d.hear() == "quiet"
     assert await d.ask(300, 2) == "right"
-    (again,) = [target.peer.manifest.session for target in p.node._manager.targets.values()]
+    (again,) = [peer.manifest.session for peer in p.node.manager.senders]
     assert again != session, "a fenced session is not used again"
 
 

@@ -217,7 +217,7 @@ async def test_ready_means_that_a_write_of_the_peer_really_landed(pair: Pair) ->
     p = await pair.prefill()
     d = await pair.decode(p)
     address = f"127.0.0.1:{p.node.bootstrap_port}"
-    assert await p.node.ready() == (True, f"{next(iter(p.node._manager.targets))}: not probed yet")
+    assert await p.node.ready() == (True, f"{next(iter(p.node.manager.senders))}: not probed yet")
     assert await d.node.ready() == (True, f"prefill {address}: probe transfer ok over loopback/memory")
     ready, reason = await p.node.ready()
     assert ready
@@ -261,8 +261,8 @@ async def test_a_probe_that_comes_twice_takes_one_lane(pair: Pair) -> None:
     for _ in range(6):
         ready, reason = await d.node.ready()
         assert ready, reason
-    await until(lambda: not p.node._manager.probes._running)
-    assert len(p.node._manager.probes._free_lanes) == 4
+    await until(lambda: p.node.manager.probes.n_running == 0)
+    assert p.node.manager.probes.n_free_lanes == 4
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ async def test_a_client_that_waits_for_a_peer_hears_of_its_refusal(pair: Pair) -
     (link,) = d.node._manager.receiver.links
     link.lose(Failure("peer_lost", "the session was fenced"))
     waiting = d.node.submit(request(5))
-    await p.node._bootstrap.close()
+    await p.node.socket.close()
     await pair.prefill(port=port, identity=replace(IDENTITY, tokenizer="other"))
     started = time.monotonic()
     with pytest.raises(RequestFailed, match="tokenizer differs: prefill has other, decode has tokenizer-a") as caught:
@@ -268,9 +268,8 @@ async def test_a_peer_that_sends_without_end_does_not_keep_the_node_from_its_oth
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p = await pair.prefill()
-    bootstrap = p.node._bootstrap
     bursts = [0]
-    monkeypatch.setattr(bootstrap, "_on_frames", lambda frames: bursts.__setitem__(-1, bursts[-1] + 1))
+    monkeypatch.setattr(p.node.bootstrap, "on_frames", lambda frames: bursts.__setitem__(-1, bursts[-1] + 1))
 
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(f"tcp://127.0.0.1:{p.node.bootstrap_port}")

@@ -94,7 +94,7 @@ async def test_a_prefill_node_that_restarts_is_not_held_by_an_old_register(pair:
             await registered_anew(d, wire, 1)
         before = len(wire.registers)
         port = p.node.bootstrap_port
-        await p.node._bootstrap.close()
+        await p.node.socket.close()
         wire.send(old)
         again = await pair.prefill(port=port)
         await registered_anew(d, wire, before)
@@ -109,8 +109,8 @@ async def test_a_prefill_node_that_has_given_a_registration_up_has_it_never_agai
     async with control_relay(f"127.0.0.1:{p.node.bootstrap_port}") as wire:
         d = await pair.decode(wire.address)
         old = next(passed for passed in wire.seen if passed.kind == "Register")
-        (peer,) = p.node._bootstrap.peers.values()
-        p.node._bootstrap._lose(peer, Failure("peer_lost", "simulated"))
+        (peer,) = p.node.bootstrap.peers.values()
+        p.node.bootstrap.lose(peer, Failure("peer_lost", "simulated"))
         wire.send(old)
         await registered_anew(d, wire, 1)
         assert await answer(d.node, request(20)) == expected(request(20))
@@ -172,8 +172,8 @@ async def test_a_registration_that_is_over_before_the_decode_node_hears_of_it_is
         wire.lose = {"Registered"}
         d = await pair.decode(wire.address, wait=False)
         await until(lambda: wire.answers["Registered"] > 0)
-        (peer,) = p.node._bootstrap.peers.values()
-        p.node._bootstrap._lose(peer, Failure("peer_lost", "simulated"))
+        (peer,) = p.node.bootstrap.peers.values()
+        p.node.bootstrap.lose(peer, Failure("peer_lost", "simulated"))
         wire.lose = set()
         await registered_anew(d, wire, 1)
         assert [peer["registration"] for peer in p.node.server_info()["peers"]] == [2]

@@ -13,7 +13,7 @@ from server.engine.events import ComputeFailed
 from server.engine.request import GenerationRequest, RouteInfo
 from server.failure import Failure, RequestFailed
 from server.transfer.protocol import Abort, Rejected
-from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
+from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, deaf_to, expected, pairs, request, until
 from tests.nodes.test_failures import all_free
 from tests.transfer.support import make_geometry
 
@@ -149,41 +149,25 @@ async def test_a_node_that_ends_says_so_until_it_is_heard(pair: Pair) -> None:
     assert d.metric("pd_retries_total", reason="shutting_down") == 1
 
 
-async def test_a_retry_waits_for_memory_but_not_for_a_node_that_is_gone(pair: Pair) -> None:
+async def test_a_retry_waits_for_memory_but_not_for_a_node_that_is_gone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The only slot is in quarantine, as the first node does not answer the abort; then the second node ends."""
     bad, good = await pair.prefill(faults=DROP), await pair.prefill()
     d = await pair.decode(bad, good, geometry=make_geometry(slots=2), deadlines=replace(FAST, quiesce_s=60.0))
-    reception = bad.node._bootstrap._handler
-    bad.node._bootstrap._handler = handler = _Deaf(reception)
-    generation = d.node.submit(request(270))
-    await until(lambda: len(d.node._manager.queue) == 1)
-    assert d.node.server_info()["quarantine"][0]["code"] == "component_mismatch"
-    assert d.metric("pd_quarantine_oldest_seconds") > 0
-    await pair.stop(good)
-    with pytest.raises(RequestFailed, match="swa"):
-        await generation.route()
-    assert handler.ignored > 0
-    bad.node._bootstrap._handler = reception
+    with monkeypatch.context() as patched:
+        ignored = deaf_to(bad, Abort | Rejected, patched)
+        generation = d.node.submit(request(270))
+        await until(lambda: len(d.node._manager.queue) == 1)
+        assert d.node.server_info()["quarantine"][0]["code"] == "component_mismatch"
+        assert d.metric("pd_quarantine_oldest_seconds") > 0
+        await pair.stop(good)
+        with pytest.raises(RequestFailed, match="swa"):
+            await generation.route()
+        assert ignored
     await until(lambda: all_free(d))
     assert d.node.server_info()["quarantine"] == []
     assert d.metric("pd_quarantine_oldest_seconds") == 0
-
-
-class _Deaf:
-    """A reception that does not hear that a room is over."""
-
-    def __init__(self, reception: object) -> None:
-        self._reception = reception
-        self.ignored = 0
-
-    def on_message(self, peer: object, message: object) -> None:
-        if isinstance(message, Abort | Rejected):
-            self.ignored += 1
-        else:
-            self._reception.on_message(peer, message)  # type: ignore[attr-defined]
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._reception, name)
 
 
 async def test_a_full_prefill_node_refuses_and_another_serves(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,9 +221,9 @@ async def test_a_room_that_is_over_leaves_the_prefill_nodes_queue(pair: Pair) ->
     d = await pair.decode(p)
     p.engine.gate.clear()
     running, _, last = [d.node.submit(request(20, seed=i)) for i in range(3)]
-    await until(lambda: len(p.node._manager.queue) == 2)
+    await until(lambda: len(p.node.manager.queue) == 2)
     last.abort()
-    await until(lambda: len(p.node._manager.queue) == 1)
+    await until(lambda: len(p.node.manager.queue) == 1)
     p.engine.gate.set()
     assert [output async for output in running]
 

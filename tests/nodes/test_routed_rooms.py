@@ -111,9 +111,9 @@ async def test_the_sampling_is_the_decode_node_s(pair: Pair) -> None:
     at_d = d.node.submit(asked)
     p.node.submit(replace(asked, sampling=replace(asked.sampling, max_tokens=1)))
     await until(lambda: p.counts()["slots"]["reserved"] == 1)
-    ((work_at_p,), (work_at_d,)) = p.node._manager.works.values(), d.node._manager.works.values()
-    assert work_at_p.request.sampling == work_at_d.request.sampling
-    assert work_at_p.request.sampling.seed is not None, "both must draw the same numbers"
+    ((req_at_p,), (work_at_d,)) = p.node.manager.reqs.values(), d.node._manager.works.values()
+    assert req_at_p.request.sampling == work_at_d.request.sampling
+    assert req_at_p.request.sampling.seed is not None, "both must draw the same numbers"
     p.engine.gate.set()
     assert tokens(await outputs(at_d)) == expected(asked)
 
@@ -180,7 +180,7 @@ async def test_a_client_that_leaves_the_prefill_node_ends_both_halves(pair: Pair
         at_p.abort()
     at_d = d.node.submit(asked)
     if phase == "waiting on D":
-        await until(lambda: p.node._manager.routed_rooms._halves[7].waiting is not None)
+        await until(lambda: p.node.manager.routed_rooms.have_met(7))
     elif phase == "prefill":
         await until(lambda: p.counts()["slots"]["reserved"] == 1)
     at_p.abort()
@@ -211,7 +211,7 @@ async def test_a_client_that_leaves_the_decode_node_ends_both_halves(pair: Pair,
     else:
         at_p = p.node.submit(asked)
         if phase == "waiting on D":
-            await until(lambda: p.node._manager.routed_rooms._halves[7].waiting is not None)
+            await until(lambda: p.node.manager.routed_rooms.have_met(7))
         else:
             await until(lambda: p.counts()["slots"]["reserved"] == 1)
         at_d.abort()
@@ -329,7 +329,7 @@ async def test_a_prefill_node_that_goes_takes_its_waiting_rooms_with_it(pair: Pa
     await fill(d)
     asked = named(20, p)
     at_p, at_d = p.node.submit(asked), d.node.submit(asked)
-    await until(lambda: p.node._manager.routed_rooms._halves[7].waiting is not None)
+    await until(lambda: p.node.manager.routed_rooms.have_met(7))
     await pair.stop(p)
     assert (await failure(at_p, AT_ONCE_S)).code == "shutting_down"
     error = await failure(at_d, FAST.peer_s + 2)

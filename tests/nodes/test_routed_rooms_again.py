@@ -89,7 +89,7 @@ async def test_a_lost_message_about_a_waiting_room_is_made_good(pair: Pair, lost
         await fill(d)
     at_d, at_p = d.node.submit(asked), p.node.submit(asked)
     if lost == "Failed":
-        await until(lambda: p.node._manager.routed_rooms._halves[7].waiting is not None)
+        await until(lambda: p.node.manager.routed_rooms.have_met(7))
         at_p.abort()
         with pytest.raises(RequestFailed) as caught:
             await at_d.route()
@@ -110,9 +110,7 @@ async def test_a_waiting_room_outlives_the_registration_that_it_was_told_in(pair
     asked = named(20, p)
     at_d = d.node.submit(asked)
     at_p = p.node.submit(asked) if waits_for == "memory" else None
-    await until(
-        lambda: n_unpaired(p) == 1 if at_p is None else p.node._manager.routed_rooms._halves[7].waiting is not None
-    )
+    await until(lambda: n_unpaired(p) == 1 if at_p is None else p.node.manager.routed_rooms.have_met(7))
     (link,) = d.node._manager.receiver.links
     link.lose(Failure("fenced", "simulated"))
     await until(lambda: [peer["registration"] for peer in p.node.server_info()["peers"]] == [2])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from server.prefill.kv_sender import Piece, Sender, SenderClosed, SendOutcome, SendResult
+from server.prefill.kv_sender import KVSender, Piece, SenderClosed, SendOutcome, SendResult
 from server.transfer.engines.base import PieceStatus, Ticket
 from server.transfer.engines.loopback import Fault, LoopbackEngine, Submission
 from tests.transfer_engines.support import Results, eventually, make_job, random_bytes
@@ -28,7 +28,7 @@ class Link:
         self.receiver = LoopbackEngine()
         self.receiver.register(self.target.ctypes.data, self.target.nbytes)
         self.engine = LoopbackEngine(fault_hook=self.fault_of)
-        self.sender = Sender(
+        self.sender = KVSender(
             lambda: self.engine, self.receiver.session, results, "test-sender", max_in_flight=max_in_flight
         )
         self.sender.start()
@@ -269,7 +269,7 @@ def test_an_engine_that_cannot_be_built_fails_the_batch_and_is_tried_again(resul
             raise OSError("no card")
         return LoopbackEngine()
 
-    sender = Sender(build, receiver.session, results, "test-sender")
+    sender = KVSender(build, receiver.session, results, "test-sender")
     sender.start()
     pieces = [Piece("swa", source.ctypes.data, target.ctypes.data, NBYTES)] * 2
     sender.send(make_job(pieces))
@@ -292,7 +292,7 @@ def test_a_receiver_of_results_that_raises_does_not_end_the_thread() -> None:
         is_done.set()
 
     receiver = LoopbackEngine()
-    sender = Sender(LoopbackEngine, receiver.session, on_result, "test-sender")
+    sender = KVSender(LoopbackEngine, receiver.session, on_result, "test-sender")
     sender.start()
     sender.send(make_job([], batch_id=0))
     sender.send(make_job([], batch_id=1))

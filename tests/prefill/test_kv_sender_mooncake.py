@@ -8,27 +8,27 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from server.prefill.kv_sender import Piece, Sender, SendOutcome
+from server.prefill.kv_sender import KVSender, Piece, SendOutcome
 from server.transfer.engines.mooncake import MooncakeEngine
 from tests.transfer_engines.support import MIB, Bytes, PeerProcess, Results, make_job, random_bytes
 
 pytestmark = pytest.mark.processes
 
 StartPeer = Callable[..., PeerProcess]
-StartSender = Callable[[Bytes, str], Sender]
+StartSender = Callable[[Bytes, str], KVSender]
 
 
 @pytest.fixture
 def start_sender(results: Results) -> Iterator[StartSender]:
-    senders: list[Sender] = []
+    senders: list[KVSender] = []
 
-    def start(source: Bytes, session: str) -> Sender:
+    def start(source: Bytes, session: str) -> KVSender:
         def build() -> MooncakeEngine:
             engine = MooncakeEngine(transport="tcp")
             engine.register(source.ctypes.data, source.nbytes)
             return engine
 
-        senders.append(Sender(build, session, results, f"send-{session}"))
+        senders.append(KVSender(build, session, results, f"send-{session}"))
         senders[-1].start()
         return senders[-1]
 

@@ -12,10 +12,12 @@ from server.decode.routed_rooms import TELL_S
 from server.decode.routed_rooms import RoutedRooms as DecodeRoutedRooms
 from server.engine.request import GenerationRequest, RoutedRoom
 from server.failure import Failure, RequestFailed
+from server.prefill.decode_peer import DecodePeer
 from server.prefill.routed_rooms import REMEMBER_S, RoutedRooms
-from server.transfer.protocol import Abort, AnyMessage, Registration, Waiting, room_ids
-from server.transfer.rooms import RoomKey
+from server.transfer.protocol import Abort, AnyMessage, Failed, Registration, RequestArrived, Waiting, room_ids
+from server.transfer.rooms import Heartbeat, RoomKey, Tombstones
 from tests.nodes.support import FakeTokenizer, request
+from tests.transfer.support import make_manifest
 
 PAIR_S = 10.0
 ROOM = 7
@@ -30,22 +32,35 @@ def waiting(epoch: int, registration: Registration = NOW) -> Waiting:
 
 @dataclass
 class Halves:
-    """A :class:`RoutedRooms`, what it told decode nodes (by epoch), and its clock."""
+    """A :class:`RoutedRooms`, what it sent to decode nodes (by epoch), and its clock."""
 
     now: float = 0.0
     invited: list[int] = field(default_factory=list)
     refused: list[tuple[int, str]] = field(default_factory=list)
+    peers: dict[Registration, DecodePeer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.routed_rooms = RoutedRooms(
-            lambda work, event: None,
-            lambda work: None,
-            lambda waiting: self.invited.append(waiting.epoch),
-            lambda waiting, failure: self.refused.append((waiting.epoch, failure.code)),
-            FakeTokenizer(),
-            PAIR_S,
-            clock=lambda: self.now,
+            lambda req, event: None, Tombstones(), FakeTokenizer(), PAIR_S, clock=lambda: self.now
         )
+
+    def send(self, routing_id: bytes, message: AnyMessage) -> None:
+        if isinstance(message, RequestArrived):
+            self.invited.append(message.epoch)
+        else:
+            assert isinstance(message, Failed)
+            self.refused.append((message.epoch, message.code))
+
+    def is_connected(self, routing_id: bytes) -> bool:
+        return True
+
+    def peer(self, registration: Registration) -> DecodePeer:
+        """The decode node in this registration; the socket below it is this object."""
+        if registration not in self.peers:
+            manifest = make_manifest("decode", incarnation=registration.decode)
+            heartbeat = Heartbeat(10.0, self.now)
+            self.peers[registration] = DecodePeer(registration, manifest, b"D", heartbeat, self)
+        return self.peers[registration]
 
     def http(self) -> Any:
         return self.routed_rooms.submit(ASKED)
@@ -56,7 +71,7 @@ class Halves:
         return caught.value.code
 
     def decode(self, epoch: int, registration: Registration = NOW) -> None:
-        self.routed_rooms.heard(waiting(epoch, registration))
+        self.routed_rooms.on_waiting(self.peer(registration), waiting(epoch, registration))
 
     def decode_ends(self, epoch: int) -> None:
         self.routed_rooms.given_up(RoomKey(ROOM, epoch, NOW.decode), GONE)
@@ -148,7 +163,7 @@ def test_half_a_room_ends_by_the_deadline_on_either_side() -> None:
         halves.decode(1)
         halves.routed_rooms.tick()
     assert halves.refused == [(1, "deadline")], "a sign of life does not bring the request"
-    assert halves.routed_rooms.n_lonely == 0
+    assert halves.routed_rooms.n_decode == 0
 
 
 def test_a_late_copy_of_an_earlier_waiting_changes_nothing() -> None:
@@ -174,12 +189,12 @@ def test_another_decode_node_does_not_get_the_room() -> None:
     assert (halves.refused[1:], halves.invited) == ([(6, "duplicate_room")], [1])
 
 
-def test_what_waited_in_a_registration_that_is_over_is_told_anew() -> None:
+def test_what_waited_in_a_registration_that_is_over_is_sent_anew() -> None:
     later = NOW._replace(number=2)
     halves = Halves()
     halves.decode(1)
-    halves.routed_rooms.lost(NOW)
-    assert halves.routed_rooms.n_lonely == 0
+    halves.routed_rooms.on_lost(halves.peer(NOW))
+    assert halves.routed_rooms.n_decode == 0
     halves.http()
     assert halves.invited == []
     halves.decode(1, later)

@@ -15,8 +15,7 @@ from server.engine.request import GenerationRequest, RoutedRoom, TokenLogprob
 from server.failure import Failure, RequestFailed
 from server.prefill.registrations import Registrations, Standing
 from server.prefill.request import read_request
-from server.prefill.room import PrefillPhase, PrefillRoom, failed_message
-from server.prefill.room_events import (
+from server.prefill.room import (
     Admitted,
     Advanced,
     BatchEnded,
@@ -28,14 +27,17 @@ from server.prefill.room_events import (
     EngineIdle,
     PrefillAction,
     PrefillEvent,
+    PrefillPhase,
+    PrefillRoom,
     Pushed,
     PushPages,
     PushTail,
     QueueMoved,
     Release,
     SenderGone,
+    failed_message,
 )
-from server.prefill.routed_rooms import HttpHalf, RoutedRooms
+from server.prefill.routed_rooms import RoutedRooms
 from server.transfer.plan import Rows
 from server.transfer.protocol import (
     Abort,
@@ -48,7 +50,6 @@ from server.transfer.protocol import (
     Registered,
     Registration,
     Rejected,
-    RequestArrived,
     Reserve,
     RoomMessage,
     RoutedRequest,
@@ -77,6 +78,7 @@ class Peer:
     registration: Registration
     session: int
     heard: float
+    send: Callable[[AnyMessage], None]
 
 
 @dataclass
@@ -87,11 +89,14 @@ class Prompt:
     registration: Registration
     session: int
     request: GenerationRequest
-    half: HttpHalf | None = None
     first: TokenLogprob | None = None
     placement: Placement | None = None
     computing: bool = False
     batches: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> RoomKey:
+        return self.room.key
 
 
 class SimulatedPrefill:
@@ -119,9 +124,7 @@ class SimulatedPrefill:
         self._clients: dict[int, NodeGeneration] = {}
         self._pairing = RoutedRooms(
             self._feed,  # type: ignore[arg-type]
-            self._enqueue,  # type: ignore[arg-type]
-            self._invite,
-            self._refuse,
+            self._stones,
             FakeTokenizer(),
             self._world.deadlines.pair_s,
             clock=lambda: self._world.now,
@@ -180,7 +183,9 @@ class SimulatedPrefill:
                 assert not is_valid, f"registration {valid} was ended by one with number {number}"
                 self._lose(before)
             registration = self._registrations.begin(theirs.incarnation, number, ROUTING_ID)
-            self._peers[theirs.incarnation] = Peer(registration, int(theirs.session), self._world.now)
+            self._peers[theirs.incarnation] = Peer(
+                registration, int(theirs.session), self._world.now, self._world.to_decode
+            )
         self._world.to_decode(Registered(number, self._manifest))
 
     def lose_any(self) -> None:
@@ -197,7 +202,7 @@ class SimulatedPrefill:
                 self._feed(prompt, PeerLost(LOST))
                 self._later(self._world.rng.uniform(0.0, 5.0), prompt, self._close_sender)
         self._stones.drop_peer(peer.registration.decode)
-        self._pairing.lost(peer.registration)
+        self._pairing.on_lost(peer)  # type: ignore[arg-type]
 
     def _close_sender(self, prompt: Prompt) -> None:
         for batch_id, fate in prompt.batches.items():
@@ -223,7 +228,7 @@ class SimulatedPrefill:
         assert isinstance(message, Waiting | Reserve | Abort | Committed | Rejected)
         key = RoomKey(message.room, message.epoch, message.decode)
         if isinstance(message, Waiting):
-            self._on_waiting(key, message)
+            self._on_waiting(peer, key, message)
         elif key in self._prompts:
             self._feed(self._prompts[key], message)
         elif isinstance(message, Reserve):
@@ -237,7 +242,7 @@ class SimulatedPrefill:
             else:
                 self._world.to_decode(failed_message(message, failure, Writes.UNKNOWN))
 
-    def _on_waiting(self, key: RoomKey, waiting: Waiting) -> None:
+    def _on_waiting(self, peer: Peer, key: RoomKey, waiting: Waiting) -> None:
         if key in self._prompts:
             return
         stone = self._stones.refuses(key)
@@ -245,7 +250,7 @@ class SimulatedPrefill:
             failure = stone.failure or Failure("room_over", "over")
             self._world.to_decode(failed_message(waiting, failure, Writes.SETTLING))
         else:
-            self._pairing.heard(waiting)
+            self._pairing.on_waiting(peer, waiting)  # type: ignore[arg-type]
 
     def _on_reserve(self, peer: Peer, key: RoomKey, reserve: Reserve) -> None:
         if (stone := self._stones.refuses(key)) is not None:
@@ -264,20 +269,12 @@ class SimulatedPrefill:
         twice = Failure("duplicate_room", "simulated")
         self._feed(prompt, GivenUp(twice) if is_twice else reserve)
         if isinstance(reserve.request, RoutedRequest):
-            self._pairing.reserved(prompt)  # type: ignore[arg-type]
-        elif not is_twice:
-            self._enqueue(prompt)
-
-    def _enqueue(self, prompt: Prompt) -> None:
-        self._queue.append(prompt)
-        self._admit()
-
-    def _invite(self, waiting: Waiting) -> None:
-        self._world.to_decode(RequestArrived(**ids_of(waiting)))
-
-    def _refuse(self, waiting: Waiting, failure: Failure) -> None:
-        self._stones.bury(RoomKey(waiting.room, waiting.epoch, waiting.decode), failure, clean=True)
-        self._world.to_decode(failed_message(waiting, failure, Writes.SETTLING))
+            failure = self._pairing.join(prompt)  # type: ignore[arg-type]
+            if failure is not None:
+                self._feed(prompt, GivenUp(failure))
+        if room.active:
+            self._queue.append(prompt)
+            self._admit()
 
     # --- the engine ---
 

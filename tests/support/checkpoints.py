@@ -129,7 +129,7 @@ def save_official(path: Path, tensors: dict[str, torch.Tensor], shards: int = 1)
     if shards == 1:
         save_file(tensors, path / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i in range(shards):
         part = {name: tensors[name] for name in sorted(tensors)[i::shards]}
         file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import queue
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +28,6 @@ from server.engine.tokenizer import Tokenizer
 from server.faults.spec import FaultSet
 from server.model.network import DeepseekV4
 from server.model.state import state_components
-from server.node.build import EngineInbox
 from server.node.context import NodeContext
 from server.prefill.node import PrefillNode, PrefillSettings
 from server.transfer.engines.base import TransferEngine
@@ -84,7 +84,7 @@ class TestNode:
         self.commands: list[Command] = []
         self.events: list[Event] = []
         self.before_command: Callable[[Command], None] = lambda command: None
-        self.inbox = EngineInbox()
+        self._to_engine: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._runner, self._tokenizer = ModelRunner(model, self.arena), tokenizer
         self.max_context = min(model.config.max_position_embeddings, self.allocator.capacity_tokens)
 
@@ -113,17 +113,17 @@ class TestNode:
             self._runner,
             self._tokenizer,
             record,
+            commands=self._to_engine,
             chunk_tokens=self.side.chunk_tokens,
             spec_tokens=spec_tokens,
             cold_draft=self.side.cold_draft,
         )
-        self.inbox.attach(self.engine)
         self.engine.start()
 
     def _submit(self, command: Command) -> None:
         self.commands.append(command)
         self.before_command(command)
-        self.inbox.submit(command)
+        self._to_engine.put(command)
 
     @property
     def free(self) -> tuple[int, int]:

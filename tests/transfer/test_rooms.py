@@ -17,8 +17,7 @@ from server.decode.room import (
     Verify,
 )
 from server.failure import Failure, FailureKind
-from server.prefill.room import PrefillPhase, PrefillRoom, failed_message
-from server.prefill.room_events import (
+from server.prefill.room import (
     Admitted,
     Advanced,
     BatchEnded,
@@ -28,12 +27,15 @@ from server.prefill.room_events import (
     Cleaned,
     Computed,
     EngineIdle,
+    PrefillPhase,
+    PrefillRoom,
     Pushed,
     PushPages,
     PushTail,
     QueueMoved,
     Release,
     SenderGone,
+    failed_message,
 )
 from server.transfer.plan import Rows
 from server.transfer.protocol import (

@@ -15,7 +15,7 @@ from server.node.options import BUNDLED_MODEL
 from server.node.ports import PortError, take_port
 from server.prefill import launch as prefill_launch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 Main = Callable[[list[str]], int]
 P: Main = prefill_launch.main
 D: Main = decode_launch.main
@@ -111,7 +111,7 @@ def test_an_error_that_nobody_foresaw_is_one_sentence_too(
     def broken(*_: object, **__: object) -> None:
         raise KeyError("two\nlines")
 
-    monkeypatch.setattr(decode_launch, "lay_groundwork", broken)
+    monkeypatch.setattr(decode_launch, "build_resources", broken)
     line = said(capsys, D, "--local-prefill", *FREE)
     assert line == r"launch_decode: could not start: KeyError: 'two\nlines' (--log-level debug shows where)"
 

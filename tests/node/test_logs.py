@@ -16,6 +16,8 @@ import pytest
 from server.node.logs import LogWriter
 from server.node.native_log import log_line
 
+pytestmark = pytest.mark.processes
+
 ENDS_S = 60.0
 """A process that waits for nothing has ended, on the busiest machine."""
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR|CRITICAL) [\w.]+: .+")

@@ -1,0 +1,111 @@
+"""Options declared once: the fields of a dataclass make the parser, its values, and the table of the documents."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from server import __version__
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
+
+
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    """Options of a group of which only one may be given, or, if ``required``, exactly one."""
+
+    group: str
+    required: bool = False
+
+
+def option(
+    group: str | OneOf,
+    help: str,  # noqa: A002
+    *,
+    default: Any = None,
+    flag: str | None = None,
+    **arguments: Any,
+) -> Any:
+    """A dataclass field that is an option, listed under ``group`` in the help. Its ``flag`` is the field's name, unless
+    it is given.
+
+    One with the default ``()`` may be repeated, one with the default False is a switch. ``arguments`` are more of those
+    that :meth:`argparse.ArgumentParser.add_argument` takes.
+    """
+    if default == ():
+        arguments |= {"action": "append", "default": []}
+    elif default is False:
+        arguments |= {"action": "store_true", "default": False}
+    else:
+        arguments["default"] = default
+    return field(default=default, metadata={"flag": flag, "group": group, "help": help, "arguments": arguments})
+
+
+def parse(options: type[Options], prog: str, description: str, argv: Sequence[str] | None) -> Options:
+    """The values of a command line (None: that of this process).
+
+    What is wrong with it ends the process with one sentence and exit code 2.
+    """
+    parser = _Parser(prog=prog, description=description, formatter_class=_Help, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    add_options(parser, fields(options))
+    values = vars(parser.parse_args(argv))
+    return options(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def add_options(parser: argparse.ArgumentParser, declared: Iterable[Field[Any]]) -> list[argparse.Action]:
+    """Adds every declared option to its group, in the order of their declaration."""
+    groups: dict[str | OneOf, argparse._ActionsContainer] = {}
+    actions = []
+    for one in declared:
+        group = one.metadata["group"]
+        title = group.group if isinstance(group, OneOf) else group
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        if group not in groups:
+            groups[group] = groups[title].add_mutually_exclusive_group(required=group.required)
+        flag, arguments = one.metadata["flag"] or "--" + one.name.replace("_", "-"), one.metadata["arguments"]
+        actions.append(groups[group].add_argument(flag, dest=one.name, help=one.metadata["help"], **arguments))
+    return actions
+
+
+def as_markdown(declared: Iterable[Field[Any]]) -> str:
+    """A table of options with their defaults, as the documents have it."""
+    lines = ["| option | default | |", "|---|---|---|"]
+    for action in add_options(argparse.ArgumentParser(allow_abbrev=False), declared):
+        choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
+        names = ", ".join(action.option_strings)
+        shown = f"`{names} {action.metavar or choices}`" if action.nargs != 0 else f"`{names}`"
+        default = "" if action.default in (None, []) or action.default is False else f"`{action.default}`"
+        lines.append(f"| {shown} | {default} | {action.help} |".replace("|  |", "| |"))
+    return "\n".join(lines) + "\n"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports an error in one sentence, and an unknown option before a missing one."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        words = sys.argv[1:] if args is None else list(args)
+        known = self._option_string_actions
+        for name in (word.partition("=")[0] for word in words):
+            if name.startswith("--") and name != "--" and name not in known:
+                self.error(f"there is no option {name}")
+        return super().parse_known_args(words, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows every default, except where there is none to show."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, argparse.SUPPRESS, []):
+            return action.help
+        return super()._get_help_string(action)

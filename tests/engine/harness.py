@@ -1,0 +1,66 @@
+"""A real engine over a real model, whose events are collected."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+
+from server.cache.arena import Arena
+from server.cache.layout import ArenaLayout, Placement
+from server.cache.specs import CacheGeometry
+from server.engine.engine import Engine
+from server.engine.events import ComputeFailed, Event, Finished, Generate, Output, PrefillFinished
+from server.engine.request import GenerationRequest
+from server.engine.runner import ModelRunner
+from server.engine.tokenizer import Tokenizer
+from server.model.network import DeepseekV4
+from server.model.state import state_components
+
+TIMEOUT_S = 60.0
+
+
+class Harness:
+    """An engine with ``k`` draft tokens a step, over poisoned memory."""
+
+    def __init__(self, model: DeepseekV4, tokenizer: Tokenizer, k: int = 0, *, cold: bool = False) -> None:
+        components = state_components(model.config, "float32", k, draft=model.nextn is not None)
+        geometry = CacheGeometry(256, 60, 20, model.config.sliding_window, k, components)
+        self.arena = Arena(ArenaLayout.from_geometry(geometry), poison=True)
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.engine = Engine(
+            ModelRunner(model, self.arena), tokenizer, self.events.put, chunk_tokens=64, spec_tokens=k, cold_draft=cold
+        )
+        self.engine.start()
+
+    def until(self, kind: type, key: object) -> list[Event]:
+        """Every event up to the first of ``kind`` for ``key``."""
+        seen = []
+        while True:
+            event = self.events.get(timeout=TIMEOUT_S)
+            seen.append(event)
+            if isinstance(event, kind) and getattr(event, "key", None) == key:
+                return seen
+
+    def finish(self, keys: Sequence[object]) -> list[Event]:
+        """Every event until all of ``keys`` have ended."""
+        open_keys, seen = set(keys), []
+        while open_keys:
+            event = self.events.get(timeout=TIMEOUT_S)
+            seen.append(event)
+            if isinstance(event, Finished | ComputeFailed | PrefillFinished):
+                open_keys.discard(event.key)
+        return seen
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Event]:
+        """Every event of requests that run together."""
+        for i, r in enumerate(requests):
+            self.engine.submit(Generate(r.request_id, r, Placement(i + 1, (3 * i + 3, 3 * i + 1, 3 * i + 2))))
+        return self.finish([r.request_id for r in requests])
+
+
+def outputs_of(events: Sequence[Event], key: object) -> list[Output]:
+    return [event for event in events if isinstance(event, Output) and event.key == key]
+
+
+def tokens_of(events: Sequence[Event], key: object) -> list[int]:
+    return [token for event in outputs_of(events, key) for token in event.output.token_ids]

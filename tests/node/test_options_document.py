@@ -1,0 +1,31 @@
+"""``docs/options.md`` is made from the declarations: ``python -m tests.node.test_options_document`` writes it anew."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from server.decode.launch import DecodeOptions
+from server.node.cli import as_markdown
+from server.node.options import BUNDLED_MODEL, NodeOptions
+from server.prefill.launch import PrefillOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "options.md"
+
+
+def document() -> str:
+    common = [field for field in fields(NodeOptions) if field in fields(DecodeOptions)]
+    chapters = ["# Options\n", "Written by `python -m tests.node.test_options_document`; a test compares.\n"]
+    for title, options in (("Both nodes", NodeOptions), ("Prefill", PrefillOptions), ("Decode", DecodeOptions)):
+        own = common if options is NodeOptions else [field for field in fields(options) if field not in common]
+        chapters += [f"## {title}\n", as_markdown(own)]
+    return "\n".join(chapters).replace(str(BUNDLED_MODEL), str(BUNDLED_MODEL.relative_to(ROOT)))
+
+
+def test_the_document_has_every_option_as_it_is_declared() -> None:
+    assert DOCUMENT.read_text(encoding="utf-8") == document()
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document(), encoding="utf-8")
