@@ -21,8 +21,8 @@ from server.model.batch import Segment
 from server.model.loader import load_model
 from server.model.network import DeepseekV4
 from server.model.rope import Rotation
-from tests.model.conftest import make_runner, prefill, prompt
 from tests.support.checkpoints import write_checkpoint
+from tests.support.runners import make_runner, prefill, prompt
 
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 3,
