@@ -65,7 +65,7 @@ async def _start(options: DecodeOptions) -> int:
     k, cold = options.spec_tokens, options.draft_state == "recompute"
     resources = build_resources("decode", options, keys.guard, draft=k > 0, spec_tokens=k)
     own = frozenset({DRAFT}) if cold else frozenset()
-    settings = DecodeSettings(**resources.settings, prefill=peers, own_components=own)
+    settings = DecodeSettings(**vars(resources.settings), prefill=peers, own_components=own)
     node = DecodeNode(settings, resources.context)
     engine = resources.engine(node.on_engine_event, cold_draft=cold)
     return await serve(node, engine, options, http, api_key=keys.api_key)

@@ -164,7 +164,7 @@ class Engine(threading.Thread):
     # --- decode -------------------------------------------------------------------------------------------------------
 
     def _decode(self, running: list[Sequence]) -> None:
-        for batch, (drafts, output) in self._computed(running, self._draft_and_verify):
+        for batch, (drafts, output) in self._batches(running, self._draft_and_verify):
             chosen = self._choose(batch, [1 + len(draft) for draft in drafts], output.logits)
             row = 0
             for sequence, draft, choices in zip(batch, drafts, chosen, strict=True):
@@ -190,13 +190,13 @@ class Engine(threading.Thread):
     # --- prefill ------------------------------------------------------------------------------------------------------
 
     def _prefill(self, chunks: list[Chunk]) -> None:
-        for batch, (started, output) in self._computed(chunks, self._prompt_forward):
+        for batch, (started, output) in self._batches(chunks, self._prompt_forward):
             self._runner.synchronize()
             elapsed = time.perf_counter() - started
             done = []
             for i, chunk in enumerate(batch):
                 sequence = chunk.sequence
-                self._scheduler.computed(chunk)
+                self._scheduler.advance(chunk)
                 sequence.prefill_s += elapsed
                 if sequence.is_computed:
                     done.append(i)
@@ -330,7 +330,7 @@ class Engine(threading.Thread):
         except Exception as error:  # noqa: BLE001  (logged with the failure)
             self._fail(request, error)
 
-    def _computed(self, items: list[Item], forward: Callable[[list[Item]], T]) -> Iterator[tuple[list[Item], T]]:
+    def _batches(self, items: list[Item], forward: Callable[[list[Item]], T]) -> Iterator[tuple[list[Item], T]]:
         """``items`` with the result of their common forward. If that fails, each alone (a forward may be repeated: it
         writes the same rows), without those that fail alone too and so have ended.
         """
@@ -345,4 +345,4 @@ class Engine(threading.Thread):
             yield items, result
             return
         for item in items:
-            yield from self._computed([item], forward)
+            yield from self._batches([item], forward)

@@ -94,7 +94,7 @@ class Scheduler:
             budget -= n_tokens
         return chunks
 
-    def computed(self, chunk: Chunk) -> None:
+    def advance(self, chunk: Chunk) -> None:
         """The state of a chunk is in the pools; a prompt that is complete with it decodes from the next step on."""
         sequence = chunk.sequence
         sequence.n_computed += chunk.n_tokens

@@ -11,7 +11,6 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -28,7 +27,7 @@ from server.faults.spec import FaultSet
 from server.model.config import CheckpointError
 from server.model.loader import load_model, model_fingerprint
 from server.model.state import state_components
-from server.node.context import NodeContext
+from server.node.context import NodeContext, NodeSettings
 from server.node.options import NodeOptions
 from server.transfer.addresses import is_ipv6, split_address
 from server.transfer.auth import AuthError, Guard, read_secret
@@ -133,8 +132,8 @@ def check_model(model: Path) -> None:
 
 @dataclass(frozen=True)
 class NodeResources:
-    """What a node and its engine are built from. ``commands`` go from one to the other; ``settings`` are the fields of
-    :class:`~server.node.context.NodeSettings` that follow from the options and the model.
+    """What a node and its engine are built from. ``commands`` go from one to the other; ``settings`` are the ones that
+    both roles have, from the options and the model.
     """
 
     options: NodeOptions
@@ -142,7 +141,7 @@ class NodeResources:
     tokenizer: Tokenizer
     commands: queue.SimpleQueue[Command]
     context: NodeContext
-    settings: dict[str, Any]
+    settings: NodeSettings
 
     def engine(self, on_event: Callable[[Event], None], *, cold_draft: bool = False) -> Engine:
         """The engine that obeys the node's commands."""
@@ -153,7 +152,7 @@ class NodeResources:
             commands=self.commands,
             chunk_tokens=self.options.chunk_tokens,
             threads=self.options.threads,
-            spec_tokens=self.settings["spec_tokens"],
+            spec_tokens=self.settings.spec_tokens,
             cold_draft=cold_draft,
         )
 
@@ -206,15 +205,14 @@ def build_resources(
         faults=faults,
     )
     n_default = min(tokenizer.sampling_defaults.max_tokens, max_context - 1)
-    settings = {
-        "model_name": options.served_model_name,
-        "max_context": max_context,
-        "spec_tokens": spec_tokens,
-        "max_queue": options.max_queue,
-        "guard": guard or Guard(),
-        "deadlines": deadlines,
-        # for /server_info and /model_info, in the field names that routers ask for
-        "facts": {
+    settings = NodeSettings(
+        model_name=options.served_model_name,
+        max_context=max_context,
+        spec_tokens=spec_tokens,
+        max_queue=options.max_queue,
+        guard=guard or Guard(),
+        deadlines=deadlines,
+        facts={  # in the field names that routers ask for
             "model_path": str(options.model.resolve()),
             "tokenizer_path": str(options.model.resolve()),
             "model_type": "deepseek_v4",
@@ -223,7 +221,7 @@ def build_resources(
             "default_max_tokens": n_default,
             "default_max_tokens_pages": allocator.pages_for(n_default),
         },
-    }
+    )
     return NodeResources(options, runner, tokenizer, commands, context, settings)
 
 

@@ -75,18 +75,6 @@ def add_options(parser: argparse.ArgumentParser, declared: Iterable[Field[Any]])
     return actions
 
 
-def as_markdown(declared: Iterable[Field[Any]]) -> str:
-    """A table of options with their defaults, as the documents have it."""
-    lines = ["| option | default | |", "|---|---|---|"]
-    for action in add_options(argparse.ArgumentParser(allow_abbrev=False), declared):
-        choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
-        names = ", ".join(action.option_strings)
-        shown = f"`{names} {action.metavar or choices}`" if action.nargs != 0 else f"`{names}`"
-        default = "" if action.default in (None, []) or action.default is False else f"`{action.default}`"
-        lines.append(f"| {shown} | {default} | {action.help} |".replace("|  |", "| |"))
-    return "\n".join(lines) + "\n"
-
-
 class _Parser(argparse.ArgumentParser):
     """Reports an error in one sentence, and an unknown option before a missing one."""
 

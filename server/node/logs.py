@@ -31,7 +31,7 @@ FLUSH_S = 2.0
 """How long the end of a process waits for its last lines to be written."""
 _BLOCK_NBYTES = 64 << 10
 
-QUIET_LIBRARIES = {"httpx": logging.WARNING, "transformers": logging.WARNING, "uvicorn.error": logging.WARNING}
+LIBRARY_LEVELS = {"httpx": logging.WARNING, "transformers": logging.WARNING, "uvicorn.error": logging.WARNING}
 """Libraries that log at ``info`` what only their developers need."""
 HARMLESS = ("Token indices sequence length is longer than the specified maximum sequence length",)
 """Warnings of libraries about what this server checks itself: lowered to ``debug``."""
@@ -198,7 +198,7 @@ def _logging_to(handler: logging.Handler, level: str) -> Iterator[None]:
     root.setLevel(level.upper())
     root.addHandler(handler)
     is_debug = level == "debug"
-    for name, least in QUIET_LIBRARIES.items():
+    for name, least in LIBRARY_LEVELS.items():
         logging.getLogger(name).setLevel(logging.NOTSET if is_debug else least)
     logging.captureWarnings(True)
     threading.excepthook, sys.unraisablehook = _on_dead_thread, _on_unraisable

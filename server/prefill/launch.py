@@ -46,7 +46,7 @@ async def _start(options: PrefillOptions) -> int:
     draft = has_draft(options.model) if options.draft is None else options.draft == "on"
     resources = build_resources("prefill", options, keys.guard, draft=draft)
     settings = PrefillSettings(
-        **resources.settings,
+        **vars(resources.settings),
         bootstrap_host=options.host,
         bootstrap_port=bootstrap.getsockname()[1],
         bootstrap_listener=bootstrap,

@@ -96,6 +96,6 @@ def test_a_deadline_is_looked_at_before_a_model_is_loaded(role: str) -> None:
 def test_the_default_of_max_tokens_is_told_with_its_cost(arguments: list[str], n_tokens: int, n_pages: int) -> None:
     options = parse(NodeOptions, "node", "", arguments)
     settings = build_resources("decode", options, spec_tokens=3).settings
-    assert settings["facts"]["default_max_tokens"] == n_tokens
-    assert settings["facts"]["default_max_tokens_pages"] == n_pages
-    assert n_tokens < settings["max_context"]
+    assert settings.facts["default_max_tokens"] == n_tokens
+    assert settings.facts["default_max_tokens_pages"] == n_pages
+    assert n_tokens < settings.max_context

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import argparse
+from collections.abc import Iterable
+from dataclasses import Field, fields
 from pathlib import Path
+from typing import Any
 
 from server.decode.launch import DecodeOptions
-from server.node.cli import as_markdown
+from server.node.cli import add_options
 from server.node.options import BUNDLED_MODEL, NodeOptions
 from server.prefill.launch import PrefillOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "options.md"
+
+
+def as_markdown(declared: Iterable[Field[Any]]) -> str:
+    """A table of options with their defaults, as the documents have it."""
+    lines = ["| option | default | |", "|---|---|---|"]
+    for action in add_options(argparse.ArgumentParser(allow_abbrev=False), declared):
+        choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
+        names = ", ".join(action.option_strings)
+        shown = f"`{names} {action.metavar or choices}`" if action.nargs != 0 else f"`{names}`"
+        default = "" if action.default in (None, []) or action.default is False else f"`{action.default}`"
+        lines.append(f"| {shown} | {default} | {action.help} |".replace("|  |", "| |"))
+    return "\n".join(lines) + "\n"
 
 
 def document() -> str:
