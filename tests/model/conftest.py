@@ -22,7 +22,8 @@ class Pair:
 
     @torch.inference_mode()
     def reference(self, ids: list[int]) -> torch.Tensor:
-        return self.oracle(torch.tensor([ids]), use_cache=False).logits[0]
+        logits: torch.Tensor = self.oracle(torch.tensor([ids]), use_cache=False).logits[0]
+        return logits
 
 
 @pytest.fixture(scope="session")
