@@ -1,4 +1,4 @@
-"""What a decode node takes on: the checks that refuse a request at once, and the first-come-first-served queue."""
+"""What a decode node takes on: the checks that refuse a request at once, and the form it has on the wire."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from server.cache.allocator import Allocator
 from server.cache.handoff import prompt_hash
-from server.engine.request import GenerationRequest, SamplingParams
+from server.engine.request import GenerationRequest
 from server.failure import Failure, RequestFailed
 from server.transfer.protocol import MAX_ROOM, RoomRequest, RoutedRequest, Sampling, pack_tokens
 
@@ -19,7 +19,7 @@ from server.transfer.protocol import MAX_ROOM, RoomRequest, RoutedRequest, Sampl
 def check_request(
     request: GenerationRequest, *, max_context: int, vocab_size: int, spec_tokens: int, allocator: Allocator
 ) -> None:
-    """Refuses what can never be served. Raises :class:`RequestFailed` (400) with the numbers that do not fit."""
+    """Refuses what can never be served. Raises :class:`RequestFailed` with the numbers that do not fit."""
     n, max_new = len(request.prompt_ids), request.sampling.max_tokens
     if n == 0:
         raise RequestFailed(Failure("empty_prompt", "the prompt is empty: it needs at least one token"))
@@ -41,13 +41,12 @@ def check_request(
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = next(i for i in request.prompt_ids if not 0 <= i < vocab_size)
         raise RequestFailed(Failure("bad_token", f"token id {wrong} is not in the vocabulary of {vocab_size}"))
-    wire_sampling(request.sampling)
 
 
 def choose_room(request: GenerationRequest, room: int | None, taken: Container[int]) -> int:
     """The room's id: the one that the request names, else ``room``, else one that is drawn.
 
-    Raises :class:`RequestFailed`: 400 for one that is none, 409 for one of ``taken``.
+    Raises :class:`RequestFailed` for one that is none, and for one of ``taken``.
     """
     if request.routed is not None:
         room = request.routed.room
@@ -63,21 +62,16 @@ def choose_room(request: GenerationRequest, room: int | None, taken: Container[i
 def wire_request(request: GenerationRequest) -> RoomRequest | RoutedRequest:
     """The request as a prefill node gets it: without the prompt if a router sends it that.
 
-    Raises :class:`RequestFailed` as :func:`wire_sampling`.
+    Raises :class:`RequestFailed` for a sampling parameter that the wire refuses.
     """
-    sampling = wire_sampling(request.sampling)
+    try:
+        sampling = msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(request.sampling)), type=Sampling)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise RequestFailed(Failure("bad_sampling", f"a sampling parameter is out of range: {error}")) from error
     request_id, prompt = request.request_id[:256], request.prompt_ids
     if request.routed is not None:
         return RoutedRequest(request_id, len(prompt), prompt_hash(prompt), sampling)
     return RoomRequest(request_id, pack_tokens(prompt), sampling)
-
-
-def wire_sampling(sampling: SamplingParams) -> Sampling:
-    """Raises :class:`RequestFailed` (400) for what the wire refuses."""
-    try:
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(sampling)), type=Sampling)
-    except (msgspec.ValidationError, OverflowError) as error:
-        raise RequestFailed(Failure("bad_sampling", f"a sampling parameter is out of range: {error}")) from error
 
 
 def tokens_held(request: GenerationRequest, spec_tokens: int) -> int:

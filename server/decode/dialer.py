@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 import zmq
 import zmq.asyncio
@@ -28,28 +28,68 @@ _RECEIVED_AT_MOST = 256
 """Frames that wait in ZMQ for this process; with their size cap a bound on memory."""
 
 
-class Dialer:
-    """One connection at a time to ``address``.
+class Dialer(Protocol):
+    """The port through which a :class:`~.prefill_link.PrefillLink` speaks to its prefill node: one connection at a
+    time. ``given_up``: it has stopped to try; :meth:`open` again.
+    """
 
-    ``on_frames`` gets what arrives. ``on_trouble`` is told why there is no connection, about once a second while there
-    is none, and more often after one broke. ``on_connected``: one stands, perhaps again. ``given_up``: ZMQ has stopped
-    to try, as it does after some refusals; :meth:`open` again. The routing id is drawn once: it shows the prefill node
-    that a new connection is of the same process.
+    connected: bool
+    given_up: bool
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What the connection cannot live without."""
+        ...
+
+    def open(self) -> None:
+        """Connects anew; closes the connection before."""
+        ...
+
+    def close(self) -> None:
+        """Drops the connection; what was sent last may still go out."""
+        ...
+
+    async def end(self) -> None:
+        """Closes for good."""
+        ...
+
+    def send(self, frame: bytes) -> None:
+        """Queues a frame; it is lost if there is no connection."""
+        ...
+
+    def look(self) -> None:
+        """Finds out in the background why there is no connection."""
+        ...
+
+
+MakeDialer = Callable[[str, Callable[[list[bytes]], None], Callable[[Finding], None], Callable[[], None]], Dialer]
+"""``(address, on_frames, on_trouble, on_connected)``: ``on_frames`` gets what arrives, ``on_trouble`` why there is no
+connection, as long as there is none, ``on_connected`` is called whenever there is one, perhaps again.
+"""
+
+
+class ZmqDialer:
+    """The DEALER socket to ``address``. All callbacks are called in the event loop.
+
+    ``on_trouble`` is called about once a second, and more often after a connection broke. ZMQ gives up after some
+    refusals. The routing id is drawn once: it shows the prefill node that a new connection is of the same process.
     """
 
     def __init__(
         self,
         address: str,
-        guard: Guard,
-        deadlines: Deadlines,
         on_frames: Callable[[list[bytes]], None],
         on_trouble: Callable[[Finding], None],
         on_connected: Callable[[], None],
+        *,
+        guard: Guard,
+        deadlines: Deadlines,
+        clock: Callable[[], float],
     ) -> None:
         self.address = address
         self.socket: zmq.asyncio.Socket | None = None
-        self.connected = False
-        self._guard, self._deadlines = guard, deadlines
+        self.connected, self.given_up = False, False
+        self._guard, self._deadlines, self._clock = guard, deadlines, clock
         self._on_frames, self._on_trouble, self._on_connected = on_frames, on_trouble, on_connected
         self._host, self._port = split_address(address)
         self._context = zmq.asyncio.Context()
@@ -58,17 +98,14 @@ class Dialer:
         self._look: asyncio.Task[None] | None = None
         self._looked = float("-inf")
         self._trouble = Wire.NOT_CONNECTED
-        self.given_up = False
         self._connections = Connections(self._port)
-        self._quiet = LogLimit(log)
+        self._log_limit = LogLimit(log)
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """What the connection cannot live without."""
         return self._tasks
 
     def open(self) -> None:
-        """Connects with a fresh socket; closes the one before."""
         self.close()
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 200)
@@ -92,7 +129,6 @@ class Dialer:
         socket.connect(f"tcp://{self.address}")
 
     def close(self) -> None:
-        """Drops the connection; what was sent last may still go out."""
         for task in self._tasks:
             task.cancel()
         self._tasks = []
@@ -103,7 +139,6 @@ class Dialer:
             self.socket = None
 
     async def end(self) -> None:
-        """Closes for good."""
         tasks = [*self._tasks, *([self._look] if self._look else [])]
         if self._look is not None:
             self._look.cancel()
@@ -112,51 +147,50 @@ class Dialer:
         self._context.term()
 
     def send(self, frame: bytes) -> None:
-        """Queues a frame; it is lost if there is no connection."""
         if self.socket is not None:
             post(self.socket, [frame])
 
     def look(self) -> None:
-        """Finds out in the background why there is no connection, at most once a second."""
+        """At most once a second."""
         is_looking = self._look is not None and not self._look.done()
-        if not is_looking and time.monotonic() - self._looked >= _LOOK_AGAIN_S:
-            self._looked = time.monotonic()
+        if not is_looking and self._clock() - self._looked >= _LOOK_AGAIN_S:
+            self._looked = self._clock()
             self._look = asyncio.create_task(self._find_out(self._trouble), name=f"look at {self.address}")
 
     async def _find_out(self, event: Wire) -> None:
-        self._tell(await look_at(self.address, self._guard.mechanism, event))
+        self._report(await look_at(self.address, self._guard.mechanism, event))
 
-    def _tell(self, finding: Finding) -> None:
+    def _report(self, finding: Finding) -> None:
         if not self.connected:
             self._on_trouble(finding)
 
     async def _find_out_if_gone(self) -> None:
         """A connection broke: a process that has ended refuses the next one, as soon as its ports are closed."""
-        end = time.monotonic() + self._deadlines.peer_s
-        while not self.connected and time.monotonic() < end:
+        end = self._clock() + self._deadlines.peer_s
+        while not self.connected and self._clock() < end:
             finding = await look_at(self.address, self._guard.mechanism, Wire.LOST)
             while self.socket is not None and await self.socket.poll(0):  # noqa: ASYNC110  (ZMQ has no event for it)
                 await asyncio.sleep(0)  # what the process said last is heard before its end
-            self._tell(finding)
+            self._report(finding)
             if finding.gone:
                 return
             await asyncio.sleep(_LOST_LOOK_AGAIN_S)
 
     async def _watch(self, events: AsyncIterator[WireEvent]) -> None:
         connections = self._connections
-        async for told in events:
-            match told.what:
+        async for event in events:
+            match event.what:
                 case Wire.CONNECTED:
-                    connections.opened(told.fd)
+                    connections.opened(event.fd)
                 case Wire.READY:
                     self.connected = True
                     self._on_connected()
                 case Wire.LOST:
-                    connections.closed(told.fd)
+                    connections.closed(event.fd)
                     self._lost()
-                case event:
-                    self.given_up = event not in (Wire.NOT_CONNECTED, Wire.BROKEN_OFF)
-                    self._trouble = event
+                case trouble:
+                    self.given_up = trouble not in (Wire.NOT_CONNECTED, Wire.BROKEN_OFF)
+                    self._trouble = trouble
                     self.look()
 
     def _lost(self) -> None:
@@ -174,4 +208,4 @@ class Dialer:
             await asyncio.sleep(CHECK_S)
             for nbytes in connections.cut_unfinished():
                 words = f"cut the connection to prefill {self.address}: {nbytes} bytes of a message that does not end"
-                self._quiet.warning("unfinished", words)
+                self._log_limit.warning("unfinished", words)

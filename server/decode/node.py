@@ -4,14 +4,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from server.decode.request_manager import RequestManager
+from server.decode.room_manager import DecodePorts
 from server.decode.settings import DecodeSettings
 from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest
-from server.failure import RequestFailed
 from server.node.base import BaseNode
 from server.node.context import NodeContext
 
@@ -22,22 +21,27 @@ class DecodeNode(BaseNode):
     role = "decode"
     _manager: RequestManager
 
-    def __init__(self, settings: DecodeSettings, context: NodeContext) -> None:
+    def __init__(self, settings: DecodeSettings, context: NodeContext, ports: DecodePorts | None = None) -> None:
         super().__init__(settings, context)
         self._settings = settings
-        self._manager = RequestManager(settings, context, self.incarnation)
+        self._manager = RequestManager(settings, context, self.incarnation, ports)
 
     async def _open(self) -> None:
         self._manager.start()
-        self._supervisor.watch(lambda: self._manager.tasks)
+        self._supervisor.watch(lambda: self._manager.rooms.peers.tasks)
 
     async def _close(self) -> None:
         await self._manager.close()
 
     @property
+    def manager(self) -> RequestManager:
+        """The node's requests."""
+        return self._manager
+
+    @property
     def busy(self) -> bool:
         """Whether a client still waits for an answer."""
-        return any(not work.generation.ended for work in self._manager.works.values())
+        return any(not req.generation.ended for req in self._manager.reqs.values())
 
     def submit(self, request: GenerationRequest, *, room: int | None = None) -> NodeGeneration:
         """Admits a request; ``room`` None draws one.
@@ -48,22 +52,18 @@ class DecodeNode(BaseNode):
 
     async def _ready(self) -> tuple[bool, str]:
         """With peers: whether a probe write by one of them really arrives."""
-        try:
-            self._manager.check_serving()
-        except RequestFailed as failure:
-            return False, failure.failure.reason
-        return (True, "local prefill") if self._manager.receiver is None else await self._manager.receiver.ready()
+        return await self._manager.ready()
 
     def _counts(self) -> tuple[int, int]:
-        return len(self._manager.works), len(self._manager.queue)
+        return len(self._manager.reqs), len(self._manager.queue)
 
     def _info(self) -> dict[str, Any]:
         manager = self._manager
         return {
-            "local_prefill": manager.receiver is None,
+            "local_prefill": self._settings.prefill is None,
             "spec_tokens": self._settings.spec_tokens,
             "draft_state": self._settings.draft_state,
             "waiting": len(manager.queue),
-            "quarantine": manager.quarantine.describe(time.monotonic()),
-            "peers": manager.receiver.peers.describe() if manager.receiver is not None else [],
+            "quarantine": manager.quarantine.describe(self._context.clock()),
+            "peers": manager.rooms.peers.describe(),
         }

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import itertools
 import logging
-import time
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from server.decode.dialer import Dialer
+from server.decode.dialer import MakeDialer
+from server.decode.room import Fenced
+from server.decode.transport_sessions import TransportSessions
 from server.failure import Failure
 from server.faults.messages import Outbox
-from server.transfer.auth import Guard
+from server.node.context import NodeContext
 from server.transfer.diagnosis import Finding
+from server.transfer.engines.base import TransferEngine
 from server.transfer.log_limit import LogLimit
 from server.transfer.manifest import AUTH, Manifest, Mismatch, compare, refusal_label
-from server.transfer.metrics import NodeMetrics
 from server.transfer.protocol import (
     AnyMessage,
     FromPrefill,
@@ -33,7 +33,7 @@ from server.transfer.protocol import (
     decode,
     registration_of,
 )
-from server.transfer.rooms import TICK_S, Deadlines, Heartbeat, Resend
+from server.transfer.rooms import TICK_S, Deadlines, Heartbeat, PeerLost, Resend
 
 log = logging.getLogger(__name__)
 
@@ -49,41 +49,36 @@ class PeerState(enum.StrEnum):
     REFUSED = "refused"
 
 
-class PrefillLinkHost(Protocol):
-    """What the decode node does about a peer. The two callbacks are called in the event loop and must not block."""
+@dataclass(frozen=True)
+class PeerRegistered:
+    """Both sides have accepted each other."""
 
-    async def open_session(self, link: PrefillLink) -> Manifest:
-        """Opens a transport session for this peer alone; the manifest to register it with."""
-        ...
 
-    async def fence(self, link: PrefillLink) -> None:
-        """Closes the peer's transport session; afterwards nothing that the peer submitted can land."""
-        ...
-
-    def on_registered(self, link: PrefillLink) -> None: ...
-
-    def on_message(self, link: PrefillLink, message: PeerMessage) -> None: ...
-
-    def on_lost(self, link: PrefillLink, failure: Failure) -> None: ...
+LinkEvent = PeerRegistered | PeerLost | Fenced | PeerMessage
+"""``Fenced``: the peer's transport session is closed; nothing that it submitted before can land any more."""
 
 
 class PrefillLink:
     """One prefill node at ``address`` (``host:bootstrap_port``).
 
-    Registers, pings every second and, when the peer is lost, lets the host fence its session and starts again, for
-    ever. ``numbers`` counts the registrations of this process upwards; every attempt with a new transport session takes
-    one.
+    Registers, pings every second and, when the peer is lost, fences its transport session and starts again, for ever.
+    ``make_manifest`` says what is registered for a session of ``sessions``. ``numbers`` counts the registrations of
+    this process upwards; every attempt with a new transport session takes one. ``on_event`` is called in the event
+    loop; it must not block.
     """
 
     def __init__(
         self,
         address: str,
-        host: PrefillLinkHost,
+        context: NodeContext,
         deadlines: Deadlines,
-        metrics: NodeMetrics,
-        guard: Guard | None = None,
-        outbox: Outbox | None = None,
-        numbers: Iterator[int] | None = None,
+        *,
+        make_dialer: MakeDialer,
+        sessions: TransportSessions,
+        make_manifest: Callable[[TransferEngine], Manifest],
+        on_event: Callable[[PrefillLink, LinkEvent], None],
+        outbox: Outbox,
+        numbers: Iterator[int],
     ) -> None:
         self.address = address
         self.state = PeerState.CONNECTING
@@ -91,23 +86,26 @@ class PrefillLink:
         self.refused_field = ""
         self.ours: Manifest | None = None
         self.theirs: Manifest | None = None
-        self._numbers = numbers or itertools.count(1)
-        self._number = 0
-        self._host = host
+        self.dialer = make_dialer(address, self._on_frames, self._on_trouble, self._on_connected)
         self._deadlines = deadlines
-        self._metrics = metrics
-        self._outbox = outbox or Outbox()
-        self._dialer = Dialer(address, guard or Guard(), deadlines, self._receive, self._on_trouble, self._on_connected)
-        self._heartbeat = Heartbeat(deadlines.peer_s, time.monotonic())
+        self._clock = context.clock
+        self._metrics = context.metrics
+        self._sessions = sessions
+        self._make_manifest = make_manifest
+        self._on_event = on_event
+        self._outbox = outbox
+        self._numbers = numbers
+        self._number = 0
+        self._started = self._clock()
+        self._heartbeat = Heartbeat(deadlines.peer_s, self._started)
         self._changed = asyncio.Event()
         self._lost: Failure | None = None
         self._why_lost = ""
-        self._started = time.monotonic()
         self._logged = ""
         """What was last logged. Two nodes that are started together need not find each other at once."""
         self._back_by = 0.0
         self._heard = float("-inf")
-        self._quiet = LogLimit(log)
+        self._log_limit = LogLimit(log)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -122,14 +120,19 @@ class PrefillLink:
         return Registration(self.theirs.incarnation, self.ours.incarnation, self._number)
 
     @property
+    def transport(self) -> str | None:
+        """The transport and the wire that it really uses, such as ``mooncake/tcp``; None without a session."""
+        return f"{self.ours.transport_kind}/{self.ours.transport}" if self.ours else None
+
+    @property
     def coming_back(self) -> bool:
         """Whether the peer is alive and registers anew right now: a request may wait for it."""
-        return not self.registered and time.monotonic() < self._back_by
+        return not self.registered and self._clock() < self._back_by
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """What the connection cannot live without."""
-        return [*([self._task] if self._task is not None else []), *self._dialer.tasks]
+        return [*([self._task] if self._task is not None else []), *self.dialer.tasks]
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"peer {self.address}")
@@ -138,11 +141,11 @@ class PrefillLink:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._dialer.end()
+        await self.dialer.end()
 
     def send(self, message: AnyMessage) -> None:
         """Queues a message; it is lost if the connection is. Raises :class:`ProtocolError` for one over its cap."""
-        self._outbox.send(message, self._dialer.send)
+        self._outbox.send(message, self.dialer.send)
 
     def lose(self, failure: Failure) -> None:
         """Ends the registration of a living peer: its rooms fail, its session is fenced, a new registration begins."""
@@ -151,7 +154,7 @@ class PrefillLink:
 
     def _begin_another(self, failure: Failure) -> None:
         """Ends what there is of a registration with a living peer."""
-        self._back_by = time.monotonic() + self._deadlines.connect_s
+        self._back_by = self._clock() + self._deadlines.connect_s
         self._end(failure)
 
     @property
@@ -166,7 +169,9 @@ class PrefillLink:
     async def _run(self) -> None:
         while True:
             try:
-                self.ours, self._number = await self._host.open_session(self), next(self._numbers)
+                engine = await self._sessions.open(self.address)
+                self._on_event(self, Fenced())
+                self.ours, self._number = self._make_manifest(engine), next(self._numbers)
                 await self._register(self.ours)
                 await self._live_until_lost()
             except Exception as error:
@@ -180,10 +185,12 @@ class PrefillLink:
         log.warning("%s", failure.reason)
         self.state, self.reason, self.theirs = PeerState.CONNECTING, failure.reason, None
         self._why_lost = failure.reason
-        self._dialer.close()
+        self.dialer.close()
         try:
-            self._host.on_lost(self, failure)
-            await self._host.fence(self)
+            self._on_event(self, PeerLost(failure))
+            await self._sessions.fence(self.address)
+            self._metrics.fenced()
+            self._on_event(self, Fenced())
         except Exception:
             log.exception("losing prefill %s could not be handled", self.address)
 
@@ -193,14 +200,14 @@ class PrefillLink:
         Returns without that if the peer says that this registration is over.
         """
         self._lost = None
-        self._dialer.open()
+        self.dialer.open()
         self.send(Register(self._number, ours))
-        resend, opened = self._register_again(), time.monotonic()
+        resend, opened = self._register_again(), self._clock()
         while not self.registered:
             await self._wait_for_change(_REGISTER_FIRST_S)
-            now = time.monotonic()
+            now = self._clock()
             if self._must_open_again(now - opened, now - max(opened, self._heard)):
-                self._dialer.open()
+                self.dialer.open()
                 resend, opened = self._register_again(), now
             if self._is_over:
                 await asyncio.sleep(_REGISTER_CAP_S)  # a peer that says so again and again costs little
@@ -209,29 +216,29 @@ class PrefillLink:
                 self.send(Register(self._number, ours))
         log.info("registered with prefill %s", self.address)
         self._why_lost = self._logged = ""
-        self._host.on_registered(self)
+        self._on_event(self, PeerRegistered())
 
     def _register_again(self) -> Resend:
-        return Resend(_REGISTER_FIRST_S, _REGISTER_CAP_S, time.monotonic())
+        return Resend(_REGISTER_FIRST_S, _REGISTER_CAP_S, self._clock())
 
     def _must_open_again(self, opened_s: float, silent_s: float) -> bool:
         """Whether ZMQ has given up, or the phase connect or register is over its deadline; then the reason says so."""
         if self.registered:
             return False
-        is_connected, register_s = self._dialer.connected, self._deadlines.register_s
+        is_connected, register_s = self.dialer.connected, self._deadlines.register_s
         if silent_s <= (register_s if is_connected else self._deadlines.connect_s):
-            return self._dialer.given_up and opened_s > _REGISTER_CAP_S
+            return self.dialer.given_up and opened_s > _REGISTER_CAP_S
         if is_connected:
             self._explain(f"prefill {self.address} is connected, but did not answer Register within {register_s:g} s")
         else:
-            self._dialer.look()
+            self.dialer.look()
         return True
 
     async def _live_until_lost(self) -> None:
-        self._heartbeat = Heartbeat(self._deadlines.peer_s, time.monotonic())
+        self._heartbeat = Heartbeat(self._deadlines.peer_s, self._clock())
         next_ping = 0.0
         while self._lost is None:
-            now = time.monotonic()
+            now = self._clock()
             if now >= next_ping and self.ours is not None:
                 self.send(Ping(self.ours.incarnation, self._number))
                 next_ping = now + self._deadlines.ping_s
@@ -249,16 +256,16 @@ class PrefillLink:
             return
         self._changed.clear()
 
-    def _receive(self, frames: list[bytes]) -> None:
+    def _on_frames(self, frames: list[bytes]) -> None:
         self._metrics.received()
-        self._heard = time.monotonic()
+        self._heard = self._clock()
         try:
-            self._on_frames(frames)
+            self._take(frames)
         except Exception:
             log.exception("a control message of prefill %s could not be handled", self.address)
             self._metrics.dropped("error")
 
-    def _on_frames(self, frames: list[bytes]) -> None:
+    def _take(self, frames: list[bytes]) -> None:
         if len(frames) != 1:
             self._metrics.dropped("garbage")
             return
@@ -311,7 +318,7 @@ class PrefillLink:
             forgotten = Failure("peer_lost", f"prefill {self.address} has forgotten this registration")
             self._begin_another(forgotten)
         elif self.registered:
-            self._heartbeat.heard(time.monotonic())
+            self._heartbeat.heard(self._clock())
 
     def _on_peer_message(self, message: PeerMessage) -> None:
         if registration_of(message) != self.registration:
@@ -319,12 +326,12 @@ class PrefillLink:
         elif not isinstance(message, FromPrefill):
             self._metrics.dropped("direction")
         else:
-            self._heartbeat.heard(time.monotonic())
-            self._host.on_message(self, message)
+            self._heartbeat.heard(self._clock())
+            self._on_event(self, message)
 
     def _refuse(self, field: str, reason: str) -> None:
         if not self.registered and self.reason != reason:
-            self._quiet.warning("refused", reason)
+            self._log_limit.warning("refused", reason)
             self._metrics.refused(refusal_label(field))
             self.state, self.reason, self.refused_field, self._back_by = PeerState.REFUSED, reason, field, 0.0
 
@@ -349,7 +356,7 @@ class PrefillLink:
         words = f"{self._why_lost}; now: {reason}" if is_more else self._why_lost or reason
         if words != self.reason:
             self.state, self.reason, self.refused_field = PeerState.CONNECTING, words, ""
-        is_new = not self._why_lost and time.monotonic() - self._started < self._deadlines.connect_s
+        is_new = not self._why_lost and self._clock() - self._started < self._deadlines.connect_s
         if words != self._logged and not is_new:
             self._logged = words
             log.warning("%s", words)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -16,11 +15,6 @@ from server.decode.prefill_link import PrefillLink
 from server.failure import Failure
 from server.transfer.protocol import PROBE_BLOCK_NBYTES, Probe, ProbeDone, Registration, registration_of
 from server.transfer.rooms import Deadlines
-
-
-def transport_of(link: PrefillLink) -> str | None:
-    """The peer's transport and the wire that it really uses, such as ``mooncake/tcp``; None without a session."""
-    return f"{link.ours.transport_kind}/{link.ours.transport}" if link.ours else None
 
 
 @dataclass(frozen=True)
@@ -47,9 +41,10 @@ class Prober:
     Every write has a lane of the probe region to itself while it is under way; a result is good for ``fresh_s``.
     """
 
-    def __init__(self, arena: Arena, deadlines: Deadlines, fresh_s: float = 2.0) -> None:
+    def __init__(self, arena: Arena, deadlines: Deadlines, clock: Callable[[], float], fresh_s: float = 2.0) -> None:
+        self.fresh_s = fresh_s
         self._arena = arena
-        self._deadlines, self._fresh_s = deadlines, fresh_s
+        self._deadlines, self._clock = deadlines, clock
         self._nonces = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
         self._last: dict[str, _Result] = {}
@@ -58,18 +53,23 @@ class Prober:
         for lane in range(PROBE_NBYTES // PROBE_BLOCK_NBYTES):
             self._lanes.put_nowait(lane)
 
-    async def ready(self, links: Callable[[], list[PrefillLink]]) -> tuple[bool, str]:
-        """Whether every registered one of ``links()`` passes, and there is one; why not, or over which transport.
+    @property
+    def n_waiting(self) -> int:
+        """Probes under way."""
+        return len(self._waiting)
+
+    async def ready(self, links: Sequence[PrefillLink]) -> tuple[bool, str]:
+        """Whether every registered one of ``links`` passes, and there is one; why not, or over which transport.
 
         Concurrent calls share one probe.
         """
         async with self._lock:
-            registered = [link for link in links() if link.registered]
+            registered = [link for link in links if link.registered]
             if not registered:
-                return False, "; ".join(link.reason for link in links())
+                return False, "; ".join(link.reason for link in links)
             errors = await asyncio.gather(*(self._fresh(link) for link in registered))
             words = [
-                f"prefill {link.address}: {error or f'probe transfer ok over {transport_of(link)}'}"
+                f"prefill {link.address}: {error or f'probe transfer ok over {link.transport}'}"
                 for link, error in zip(registered, errors, strict=True)
             ]
             return not any(errors), "; ".join(words)
@@ -80,7 +80,7 @@ class Prober:
         if registration is None:
             return "not registered"
         last = self._last.get(link.address)
-        if last is not None and last.registration == registration and time.monotonic() - last.at < self._fresh_s:
+        if last is not None and last.registration == registration and self._clock() - last.at < self.fresh_s:
             return last.error
         lane = await self._lanes.get()
         try:
@@ -89,7 +89,7 @@ class Prober:
             error = await self._probe(link, probe)
         finally:
             self._lanes.put_nowait(lane)
-        self._last[link.address] = _Result(time.monotonic(), registration, error)
+        self._last[link.address] = _Result(self._clock(), registration, error)
         return error
 
     def on_done(self, message: ProbeDone) -> None:

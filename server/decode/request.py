@@ -1,141 +1,126 @@
-"""One attempt at a request on the decode node, and what its room tells the node."""
+"""One attempt at a request on the decode node."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass
 
 from server.cache.layout import Placement
 from server.decode.prefill_link import PrefillLink
-from server.decode.room import DecodeRoom
+from server.decode.room import DecodePhase, DecodeRoom
 from server.engine.generation import NodeGeneration
-from server.engine.request import GenerationRequest, TokenLogprob
+from server.engine.request import GenerationRequest
 from server.failure import Failure
 from server.node.request_log import RequestEnd
 from server.transfer.checks import Check
-from server.transfer.protocol import Done, Timings
+from server.transfer.protocol import Registration, RoomRequest, RoutedRequest, Timings
 from server.transfer.rooms import RoomKey
 
+MAX_RETRIES = 1
 _QUEUED = ("reserve", "pair", "queued")
 """Phases of a room in which its prompt waits on the prefill node."""
 
 
 @dataclass
-class Times:
-    """When a request came, when its last attempt got memory, and when decoding began, on ``time.monotonic()``.
+class Announced:
+    """That the prefill node of a routed room knows of it in ``registration``: since ``since``, last reminded at ``at``.
 
-    ``at_prefill`` is where the prefill node says that its time went.
+    ``is_paired``: it has said that it has its half of the room.
     """
 
-    submitted: float
-    opened: float | None = None
-    decoding: float | None = None
-    at_prefill: Timings | None = None
+    registration: Registration
+    since: float
+    at: float
+    is_paired: bool = False
 
 
 @dataclass(eq=False)
 class DecodeRequest:
     """One attempt at a request, from its admission until its memory is free again.
 
+    ``wire`` is what the prefill node gets of ``request``. ``link`` is the prefill node that a router chose; else it is
+    chosen together with the memory. ``resumed``: the engine decodes in the room's memory, and says when it does no
+    more.
+
     A second attempt has the same ``generation``, ``avoids`` the prefill nodes of those before and says why they
-    ``failed_before``. ``enqueued`` is on ``time.monotonic()``. ``resumed``: the engine decodes in the room's memory,
-    and says when it does no more.
+    ``failed_before``.
+
+    Times are seconds of the node's clock: the request came at ``submitted_at``, this attempt began to wait at
+    ``enqueued_at``, got memory at ``opened_at``, and decoding began at ``decoding_at``. ``prefill_timings`` is where
+    the prefill node says that its time went.
     """
 
     key: RoomKey
     request: GenerationRequest
+    wire: RoomRequest | RoutedRequest
     generation: NodeGeneration
-    enqueued: float
-    placement: Placement | None = None
+    submitted_at: float
+    enqueued_at: float
     link: PrefillLink | None = None
-    room: DecodeRoom | None = None
-    resumed: bool = False
-    n_generated: int = 0
-    skipped: frozenset[Check] = frozenset()
-    retries_left: int = 1
-    n_retries: int = 0
+    announced: Announced | None = None
     avoids: tuple[PrefillLink, ...] = ()
     failed_before: Failure | None = None
-    times: Times = field(init=False)
+    placement: Placement | None = None
+    room: DecodeRoom | None = None
+    skipped: frozenset[Check] = frozenset()
+    resumed: bool = False
+    n_generated: int = 0
+    opened_at: float | None = None
+    decoding_at: float | None = None
+    prefill_timings: Timings | None = None
 
-    def __post_init__(self) -> None:
-        self.times = Times(self.enqueued)
+    @property
+    def n_retries(self) -> int:
+        return len(self.avoids)
+
+    @property
+    def is_committed(self) -> bool:
+        return self.room is not None and self.room.phase is DecodePhase.COMMITTED
 
     def may_be_retried(self, failure: Failure) -> bool:
-        """Whether ``failure`` is not the request's own fault, and somebody still waits for the answer."""
-        may_be = failure.kind.may_be_retried
-        return may_be and self.retries_left > 0 and self.link is not None and not self.generation.ended
+        """Whether ``failure`` is not the request's own fault, and somebody still waits for the answer.
+
+        A router tries another prefill node itself, with another room.
+        """
+        may_be = failure.kind.may_be_retried and self.request.routed is None
+        return may_be and self.n_retries < MAX_RETRIES and not self.generation.ended
+
+    def next_attempt(self, key: RoomKey, link: PrefillLink, failure: Failure, now: float) -> DecodeRequest:
+        """The same request once more, after ``failure`` with ``link``: ``key`` has a new epoch, memory is open."""
+        return DecodeRequest(
+            key,
+            self.request,
+            self.wire,
+            self.generation,
+            self.submitted_at,
+            now,
+            avoids=(*self.avoids, link),
+            failed_before=failure,
+        )
 
     def end(self, outcome: str, now: float) -> RequestEnd:
         """What is logged of the request. What failed attempts took counts as time in the queue."""
-        times, room_s = self.times, self.room.phase_s if self.room is not None else {}
-        opened, decoding, told = times.opened or now, times.decoding or now, times.at_prefill
-        queue_s = opened - times.submitted
-        if told is not None:  # it knows better than what was heard of it, and when
-            queue_s, prefill_s = queue_s + told.queued_s, told.prefill_s
-            transfer_s = max(0.0, decoding - opened - told.queued_s - told.prefill_s)
+        timings = self.prefill_timings
+        opened_at = now if self.opened_at is None else self.opened_at
+        decoding_at = now if self.decoding_at is None else self.decoding_at
+        queue_s = opened_at - self.submitted_at
+        if timings is not None:  # the prefill node knows better than what was heard of it, and when
+            queue_s, prefill_s = queue_s + timings.queued_s, timings.prefill_s
+            transfer_s = max(0.0, decoding_at - opened_at - timings.queued_s - timings.prefill_s)
         elif self.room is not None:
+            room_s = self.room.phase_s
             queue_s += sum(room_s.get(phase, 0.0) for phase in _QUEUED)
             prefill_s = room_s.get("prefill", 0.0)
             transfer_s = room_s.get("transfer", 0.0) + room_s.get("verify", 0.0)
         else:
-            prefill_s, transfer_s = decoding - opened, 0.0
+            prefill_s, transfer_s = decoding_at - opened_at, 0.0
         return RequestEnd(
             request_id=self.request.request_id,
             room=None if self.room is None and self.request.routed is None else self.key.room,
             peer_role="prefill",
-            peer=self.link.address if self.link is not None else "local" if times.opened else "none",
+            peer=self.link.address if self.link is not None else "none" if self.opened_at is None else "local",
             n_prompt=len(self.request.prompt_ids),
             n_generated=self.n_generated,
-            phase_s={
-                "queue": queue_s,
-                "prefill": prefill_s,
-                "transfer": transfer_s,
-                "decode": now - decoding,
-            },
+            phase_s={"queue": queue_s, "prefill": prefill_s, "transfer": transfer_s, "decode": now - decoding_at},
             outcome=outcome,
             n_retries=self.n_retries,
         )
-
-    def next_attempt(self, key: RoomKey, failure: Failure) -> DecodeRequest:
-        """The same request once more, after ``failure``: ``key`` has a new epoch, memory and prefill node are open."""
-        again = replace(
-            self,
-            key=key,
-            enqueued=time.monotonic(),
-            placement=None,
-            link=None,
-            room=None,
-            skipped=frozenset(),
-            retries_left=self.retries_left - 1,
-            n_retries=self.n_retries + 1,
-            avoids=tuple(link for link in (*self.avoids, self.link) if link is not None),
-            failed_before=failure,
-        )
-        again.times.submitted = self.times.submitted
-        return again
-
-
-class RoomOwner(Protocol):
-    """What the node does when a room gets somewhere. Called in the event loop; must not block."""
-
-    def room_committed(self, work: DecodeRequest, done: Done, first: TokenLogprob) -> None: ...
-
-    def room_failed(self, work: DecodeRequest, failure: Failure) -> None: ...
-
-    def room_broken(self, work: DecodeRequest, error: Exception) -> None: ...
-
-    def room_free(self, work: DecodeRequest) -> None:
-        """Nothing writes into the room's memory any more."""
-        ...
-
-    def request_arrived(self, key: RoomKey) -> bool:
-        """The router's request for a room that waits here has come to the prefill node. False if no such room waits."""
-        ...
-
-    def room_refused(self, key: RoomKey, failure: Failure) -> bool:
-        """The prefill node ended a room that has no memory here yet. False if there is no such room."""
-        ...
-
-    def peers_changed(self) -> None: ...

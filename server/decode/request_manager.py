@@ -1,37 +1,34 @@
 """The decode node's requests: a queue, memory for its head, a room with a prefill node, then the engine, to the end.
 
-A request's way: ``submit`` checks it and queues it -> ``_admit`` gives it a slot and pages and opens a room with a
-prefill node (:mod:`.room_manager`) -> ``room_committed`` hands it to the engine -> engine events fill its stream -> its
-memory is released.
+A request's way: ``submit`` checks it and queues it -> ``admit`` gives it a slot and pages and opens a room with a
+prefill node (:mod:`.room_manager`) -> ``perform`` hands it to the engine when the room commits -> engine events fill
+its stream -> its memory is released.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
-import time
+from collections.abc import Iterable
 
 from server.cache.allocator import ItemState
-from server.cache.layout import Placement
-from server.decode.admission import check_request, choose_room, tokens_held, with_seed
+from server.decode.admission import check_request, choose_room, tokens_held, wire_request, with_seed
 from server.decode.draft_metrics import DraftMetrics
 from server.decode.prefill_link import PrefillLink
 from server.decode.quarantine import Quarantine
 from server.decode.request import DecodeRequest
 from server.decode.request_queue import RequestQueue
-from server.decode.room import DecodePhase
-from server.decode.room_manager import DecodeRoomManager
-from server.decode.routed_rooms import link_of
+from server.decode.room import Commit, FailClient, Free, RequestAction
+from server.decode.room_manager import DecodePorts, DecodeRoomManager
+from server.decode.routed_rooms import announce, is_paired, link_of, withdraw
 from server.decode.settings import DecodeSettings
 from server.engine.events import Cancel, ComputeFailed, Event, Finished, Generate, Output, Resume, Scrub, Scrubbed
 from server.engine.generation import NodeGeneration
-from server.engine.request import FinishReason, GenerationRequest, RouteInfo, TokenLogprob, TokenOutput
+from server.engine.request import FinishReason, GenerationRequest, RouteInfo
 from server.failure import Failure, RequestFailed, internal_error
 from server.node.context import NodeContext
 from server.transfer.checks import Check
-from server.transfer.protocol import Done
-from server.transfer.rooms import RoomKey
+from server.transfer.rooms import GivenUp, RoomKey
 
 log = logging.getLogger(__name__)
 
@@ -39,25 +36,40 @@ log = logging.getLogger(__name__)
 class RequestManager:
     """All requests of a decode node, from ``submit`` until their memory is free again. Lives in the node's event loop.
 
-    ``receiver`` is None where prompts are computed here.
+    Owns memory and clients: nobody else reserves or releases memory, or speaks to a client.
     """
 
-    def __init__(self, settings: DecodeSettings, parts: NodeContext, incarnation: str) -> None:
-        self.works: dict[RoomKey, DecodeRequest] = {}
-        self.queue = RequestQueue(parts.metrics, self._forget, settings.deadlines.pair_s)
-        self.rooms: dict[int, DecodeRequest] = {}
+    def __init__(
+        self, settings: DecodeSettings, context: NodeContext, incarnation: str, ports: DecodePorts | None = None
+    ) -> None:
+        self.reqs: dict[RoomKey, DecodeRequest] = {}
+        self.by_room: dict[int, DecodeRequest] = {}
         """By room id, the latest attempt at it."""
+        self.queue = RequestQueue(settings.deadlines.admission_s, context.clock)
         self.quarantine = Quarantine()
-        self.receiver: DecodeRoomManager | None = None
+        self.rooms = DecodeRoomManager(
+            settings,
+            context,
+            incarnation,
+            ports or DecodePorts(),
+            on_action=self.perform,
+            on_broken=self._on_broken,
+            on_waiting=self._on_waiting,
+            on_peers_changed=self._on_peers_changed,
+        )
         self._settings = settings
-        self._parts = parts
+        self._context = context
+        self._clock = context.clock
         self._incarnation = incarnation
-        self._allocator = parts.allocator
-        self._submit_command = parts.submit_command
-        self._metrics = parts.metrics
+        self._is_local = settings.prefill is None
+        """Prompts are computed here, without any peer or room."""
+        self._local_route = RouteInfo("local", None, draft_state=settings.draft_state)
+        self._allocator = context.allocator
+        self._submit_command = context.submit_command
+        self._metrics = context.metrics
         self._draft_metrics: DraftMetrics | None = None
         if settings.draft_state is not None:
-            self._draft_metrics = DraftMetrics(parts.metrics.registry, settings.spec_tokens, settings.draft_state)
+            self._draft_metrics = DraftMetrics(context.metrics.registry, settings.spec_tokens, settings.draft_state)
         self._epochs = itertools.count(1)
         self._refusing: Failure | None = None
 
@@ -66,42 +78,40 @@ class RequestManager:
         self._metrics.watch(
             self._allocator,
             queued=lambda: len(self.queue),
-            running=lambda: len(self.works) - len(self.queue),
-            peers=lambda: self.receiver.peers.n_registered if self.receiver else 0,
-            quarantine_s=lambda: self.quarantine.oldest_s(time.monotonic()),
+            running=lambda: len(self.reqs) - len(self.queue),
+            peers=lambda: self.rooms.peers.n_registered,
+            quarantine_s=lambda: self.quarantine.oldest_s(self._clock()),
         )
-        if self._settings.prefill is not None:
-            self.receiver = DecodeRoomManager(
-                self, self._settings, self._parts, self._incarnation, self._settings.prefill
-            )
-            self.receiver.start()
-
-    @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """What the requests cannot live without."""
-        return self.receiver.peers.tasks if self.receiver is not None else []
+        self.rooms.peers.start()
 
     async def close(self) -> None:
         """Closes every connection and transport session; the requests should have been given up before."""
-        if self.receiver is not None:
-            await self.receiver.close()
+        await self.rooms.close()
 
     def drain(self, failure: Failure) -> None:
         """Refuses every request that is still to come or has no room yet; the others go on."""
         self._refusing = failure
-        self.queue.fail((work, failure) for work in self.queue)
+        self._fail_waiting((req, failure) for req in self.queue)
 
     def refuse_all(self, failure: Failure) -> None:
         """Gives up every request, and every request that is still to come."""
         self._refusing = failure
-        for work in list(self.works.values()):
-            self._drop(work, failure)
+        for req in list(self.reqs.values()):
+            self._give_up(req, failure)
 
     def engine_died(self, failure: Failure) -> None:
         """No engine event will come any more: every client is told."""
         self._refusing = failure
-        for work in list(self.works.values()):
-            work.generation.fail(RequestFailed(failure))
+        for req in list(self.reqs.values()):
+            req.generation.fail(RequestFailed(failure))
+
+    async def ready(self) -> tuple[bool, str]:
+        """Whether a request could be served now: with peers, whether a probe write by one of them really arrives."""
+        try:
+            self._check_serving()
+        except RequestFailed as failure:
+            return False, failure.failure.reason
+        return (True, "local prefill") if self._is_local else await self.rooms.peers.ready()
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
@@ -110,175 +120,211 @@ class RequestManager:
 
         Raises :class:`RequestFailed` at once for what cannot be served.
         """
-        self.check_serving()
-        link = link_of(self.receiver, request.routed) if request.routed is not None else None
+        self._check_serving()
+        link = None
+        if request.routed is not None:
+            if self._is_local:
+                message = "this node computes prompts itself (--local-prefill): it has no rooms with a prefill node"
+                raise RequestFailed(Failure("wrong_role", message))
+            link = link_of(self.rooms.peers.links, request.routed)
         check_request(
             request,
             max_context=self._settings.max_context,
-            vocab_size=self._parts.tokenizer.vocab_size,
+            vocab_size=self._context.tokenizer.vocab_size,
             spec_tokens=self._settings.spec_tokens,
             allocator=self._allocator,
         )
-        room_id = choose_room(request, room, self.rooms)
+        request = with_seed(request)
+        wire = wire_request(request)
+        room_id = choose_room(request, room, self.by_room)
         if len(self.queue) >= self._settings.max_queue:
             reason = f"{len(self.queue)} requests wait for a slot and pages already"
             raise RequestFailed(Failure("overloaded", reason))
         generation = NodeGeneration(
             lambda: self._abort(room_id),
-            room=room_id if self.receiver is not None else None,
+            room=None if self._is_local else room_id,
             on_end=lambda outcome: self._log_end(room_id, outcome),
         )
-        work = DecodeRequest(self._new_key(room_id), with_seed(request), generation, time.monotonic(), link=link)
+        now = self._clock()
+        req = DecodeRequest(self._new_key(room_id), request, wire, generation, now, now, link=link)
+        self._enter(req)
+        self.queue.put(req)
+        self._announce(req)
+        self._context.faults.entered("waiting")
         if link is not None:
-            work.retries_left = 0  # the router tries another prefill node itself, with another room
-        self._enter(work)
-        self.queue.put(work)
-        self._parts.faults.entered("waiting")
-        if link is not None:
-            self._parts.faults.entered("pair")
-        self._admit()
+            self._context.faults.entered("pair")
+        self.admit()
         return generation
+
+    def _check_serving(self) -> None:
+        """Raises :class:`RequestFailed` with the reason if no request can be served now."""
+        if self._refusing is not None:
+            raise RequestFailed(self._refusing)
+        if not self._is_local and not self.rooms.peers.has_any():
+            raise RequestFailed(Failure("no_prefill", self.rooms.peers.why_none()))
 
     def _new_key(self, room: int) -> RoomKey:
         return RoomKey(room, next(self._epochs), self._incarnation)
 
-    def _enter(self, work: DecodeRequest) -> None:
-        self.works[work.key] = self.rooms[work.key.room] = work
+    def _enter(self, req: DecodeRequest) -> None:
+        self.reqs[req.key] = self.by_room[req.key.room] = req
+
+    def _forget(self, req: DecodeRequest) -> None:
+        self.reqs.pop(req.key, None)
+        if self.by_room.get(req.key.room) is req:
+            del self.by_room[req.key.room]
 
     def _log_end(self, room: int, outcome: str) -> None:
-        if (work := self.rooms.get(room)) is not None:
-            work.end(outcome, time.monotonic()).log()
+        if (req := self.by_room.get(room)) is not None:
+            req.end(outcome, self._clock()).log()
 
-    def check_serving(self) -> None:
-        """Raises :class:`RequestFailed` (503) with the reason if no request can be served now."""
-        if self._refusing is not None:
-            raise RequestFailed(self._refusing)
-        if self.receiver is not None and not self.receiver.peers.has_any():
-            raise RequestFailed(Failure("no_prefill", self.receiver.peers.why_none()))
-
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Gives the head of the queue a slot and pages, again and again while there are any."""
-        for work in self.queue if self._refusing is None else ():
-            if work not in self.queue:
+        for req in self.queue if self._refusing is None else ():
+            if req not in self.queue:
                 continue  # it ended while one before it began
-            if not self.queue.may_have_memory(work):
+            if req.request.routed is not None and not is_paired(req):
                 continue  # its prefill node has not its half yet, and may never have it
-            link = self._link_for(work)
-            if self.receiver is not None and link is None:
+            link = self._link_for(req)
+            if link is None and not self._is_local:
                 continue  # its prefill node registers anew; the others need not wait for that
-            placement = self._allocator.reserve(work.key, tokens_held(work.request, self._settings.spec_tokens))
+            placement = self._allocator.reserve(req.key, tokens_held(req.request, self._settings.spec_tokens))
             if placement is None:
                 return
-            self.queue.take(work)
-            self._parts.arena.owners.stamp(placement, work.key.owner)
+            self.queue.remove(req)
+            self.queue.is_moving()
+            self._context.arena.owners.stamp(placement, req.key.owner)
+            req.placement, req.link, req.opened_at = placement, link, self._clock()
+            self._metrics.phase("admission", req.opened_at - req.enqueued_at)
             try:
-                self._start(work, placement, link)
+                if link is not None:
+                    self.rooms.open(req)
+                else:
+                    self._allocator.commit(req.key)
+                    self._submit_command(Generate(req.key, req.request, placement))
             except Exception as error:
-                log.exception("%s could not be started", work.key)
-                work.generation.fail(RequestFailed(internal_error("decode", error)))
-                self._submit_command(Scrub(work.key, placement))
+                log.exception("%s could not be started", req.key)
+                req.generation.fail(RequestFailed(internal_error("decode", error)))
+                self._submit_command(Scrub(req.key, placement))
 
-    def _start(self, work: DecodeRequest, placement: Placement, link: PrefillLink | None) -> None:
-        work.placement = placement
-        work.times.opened = time.monotonic()
-        if self.receiver is not None and link is not None:
-            self.receiver.open(work, placement, link)
-        else:
-            self._allocator.commit(work.key)
-            self._submit_command(Generate(work.key, work.request, placement))
-
-    def _link_for(self, work: DecodeRequest) -> PrefillLink | None:
+    def _link_for(self, req: DecodeRequest) -> PrefillLink | None:
         """The prefill node that computes the prompt; None if there is none now."""
-        if work.request.routed is not None and work.link is not None:
-            return work.link if work.link.registered else None
-        return self.receiver.peers.pick(work.avoids) if self.receiver is not None else None
+        if req.link is not None:  # a router chose it
+            return req.link if req.link.registered else None
+        return self.rooms.peers.pick(req.avoids)
 
-    def _forget(self, work: DecodeRequest) -> None:
-        self.works.pop(work.key, None)
-        if self.rooms.get(work.key.room) is work:
-            del self.rooms[work.key.room]
+    def _announce(self, *reqs: DecodeRequest) -> None:
+        """Announces routed rooms to their prefill nodes, and ends those that can come to nothing."""
+        pair_s, now = self._settings.deadlines.pair_s, self._clock()
+        failures = [(req, announce(req, pair_s, now)) for req in reqs]
+        self._fail_waiting((req, failure) for req, failure in failures if failure is not None)
+
+    def _fail_waiting(self, failures: Iterable[tuple[DecodeRequest, Failure]]) -> None:
+        """Ends requests that wait, each with its reason."""
+        for req, failure in failures:
+            req.generation.fail(RequestFailed(failure))
+            self._metrics.room_ended("failed", failure.code)
+            self._drop(req, failure.reason)
+
+    def _drop(self, req: DecodeRequest, reason: str) -> None:
+        """A request ends before it had memory; its client knows already."""
+        self.queue.remove(req)
+        withdraw(req, reason)
+        self._forget(req)
 
     def _abort(self, room: int) -> None:
-        if (work := self.rooms.get(room)) is not None:
-            self._drop(work, Failure("aborted", "the client aborted the request"))
+        if (req := self.by_room.get(room)) is not None:
+            self._give_up(req, Failure("aborted", "the client aborted the request"))
 
-    def _drop(self, work: DecodeRequest, failure: Failure) -> None:
+    def _give_up(self, req: DecodeRequest, failure: Failure) -> None:
         """Ends a request wherever it is: in the queue, in its room, or in the engine."""
-        if work in self.queue:
-            self._end_generation(work, failure)
-            self.queue.drop(work, failure.reason)
-        elif work.room is not None and work.room.active and self.receiver is not None:
-            self.receiver.give_up(work, failure)
-        elif not work.generation.ended:
-            self._submit_command(Cancel(work.key))
+        if req in self.queue:
+            self._end_generation(req, failure)
+            self._drop(req, failure.reason)
+        elif req.room is not None and req.room.active:
+            self.rooms.step(req, GivenUp(failure))
+        elif not req.generation.ended:
+            self._submit_command(Cancel(req.key))
             if failure.code != "aborted":
-                work.generation.fail(RequestFailed(failure))
+                req.generation.fail(RequestFailed(failure))
 
-    def _end_generation(self, work: DecodeRequest, failure: Failure) -> None:
+    def _end_generation(self, req: DecodeRequest, failure: Failure) -> None:
         if failure.code == "aborted":
-            work.generation.finish(FinishReason.ABORT)
+            req.generation.finish(FinishReason.ABORT)
         else:
-            work.generation.fail(RequestFailed(failure))
+            req.generation.fail(RequestFailed(failure))
 
-    # --- RoomOwner ----------------------------------------------------------------------------------------------------
+    # --- rooms --------------------------------------------------------------------------------------------------------
 
-    def room_committed(self, work: DecodeRequest, done: Done, first: TokenLogprob) -> None:
-        if work.placement is None or work.link is None:
-            raise RuntimeError(f"{work.key} was committed without memory or peer")
-        self._allocator.commit(work.key)
-        nbytes = {sent.component: sent.nbytes for sent in done.sent}
+    def perform(self, req: DecodeRequest, action: RequestAction) -> None:
+        """Does what a room wants done with its request's memory and client."""
+        match action:
+            case Commit():
+                self._resume(req, action)
+            case FailClient():
+                self._fail(req, action.failure)
+            case Free():
+                self._scrub(req)
+
+    def _resume(self, req: DecodeRequest, commit: Commit) -> None:
+        if req.placement is None or req.link is None:
+            raise RuntimeError(f"{req.key} was committed without memory or peer")
+        self._allocator.commit(req.key)
+        nbytes = {sent.component: sent.nbytes for sent in commit.done.sent}
         draft_state = self._settings.draft_state
-        work.generation.set_route(RouteInfo(work.link.address, work.key.room, nbytes, draft_state, work.n_retries))
-        owner = None if Check.STAMP in work.skipped else work.key.owner
-        self._submit_command(Resume(work.key, work.request, work.placement, first, owner))
-        work.resumed = True
-        work.times.decoding, work.times.at_prefill = time.monotonic(), done.timings
+        req.generation.set_route(RouteInfo(req.link.address, req.key.room, nbytes, draft_state, req.n_retries))
+        owner = None if Check.STAMP in req.skipped else req.key.owner
+        self._submit_command(Resume(req.key, req.request, req.placement, commit.first, owner))
+        req.resumed = True
+        req.decoding_at, req.prefill_timings = self._clock(), commit.done.timings
 
-    def room_failed(self, work: DecodeRequest, failure: Failure) -> None:
-        log.warning("%s (%s) failed: %s: %s", work.key, work.request.request_id, failure.code, failure.reason)
-        self._allocator.quarantine(work.key)
-        self.quarantine.enter(work.key, failure, work.link.address if work.link else "", time.monotonic())
-        if self._may_retry(work, failure):
-            again = work.next_attempt(self._new_key(work.key.room), failure)
-            log.info("%s is tried again as epoch %d", work.key, again.key.epoch)
-            self._metrics.retried(failure.code)
-            self._enter(again)
-            self.queue.put_first(again)
-            self._admit()
-        else:
-            self._end_generation(work, failure)
+    def _fail(self, req: DecodeRequest, failure: Failure) -> None:
+        """Another prefill node is asked if that may help; what this attempt held stays in quarantine, under its key."""
+        log.warning("%s (%s) failed: %s: %s", req.key, req.request.request_id, failure.code, failure.reason)
+        link, now = req.link, self._clock()
+        self._allocator.quarantine(req.key)
+        self.quarantine.enter(req.key, failure, link.address if link else "", now)
+        may_retry = self._refusing is None and req.may_be_retried(failure)
+        if link is None or not may_retry or self.rooms.peers.pick((*req.avoids, link)) is None:
+            self._end_generation(req, failure)
+            return
+        again = req.next_attempt(self._new_key(req.key.room), link, failure, now)
+        log.info("%s is tried again as epoch %d", req.key, again.key.epoch)
+        self._metrics.retried(failure.code)
+        self._enter(again)
+        self.queue.put_first(again)
+        self.admit()
 
-    def _may_retry(self, work: DecodeRequest, failure: Failure) -> bool:
-        """Whether another prefill node is asked; what the failed attempt held stays in quarantine, under its epoch."""
-        if self._refusing is not None or self.receiver is None or work.link is None:
-            return False
-        return work.may_be_retried(failure) and self.receiver.peers.pick((*work.avoids, work.link)) is not None
+    def _scrub(self, req: DecodeRequest) -> None:
+        """Nothing writes into the memory any more."""
+        if req.placement is not None:
+            self._submit_command(Scrub(req.key, req.placement))
 
-    def room_broken(self, work: DecodeRequest, error: Exception) -> None:
+    def _on_broken(self, req: DecodeRequest, error: Exception) -> None:
         """Something here failed after the room was over or committed; of a committed one the engine may have begun."""
-        work.generation.fail(RequestFailed(internal_error("decode", error)))
-        if work.resumed:
-            self._submit_command(Cancel(work.key))
-        elif work.room is not None and work.room.phase is DecodePhase.COMMITTED:
-            self.room_free(work)
+        req.generation.fail(RequestFailed(internal_error("decode", error)))
+        if req.resumed:
+            self._submit_command(Cancel(req.key))
+        elif req.is_committed:
+            self._scrub(req)
 
-    def room_free(self, work: DecodeRequest) -> None:
-        if work.placement is not None:
-            self._submit_command(Scrub(work.key, work.placement))
+    def _on_waiting(self, key: RoomKey, failure: Failure | None) -> bool:
+        """The prefill node has its half of a room that waits here, or has ended it. False if no such room waits."""
+        req = self.queue.find(key)
+        if req is None or (failure is None and req.announced is None):
+            return False
+        if failure is not None:
+            req.announced = None
+            self._fail_waiting([(req, failure)])
+        elif req.announced is not None:
+            req.announced.is_paired = True
+            self.admit()
+        return True
 
-    def request_arrived(self, key: RoomKey) -> bool:
-        is_waiting = self.queue.request_arrived(key)
-        self._admit()
-        return is_waiting
-
-    def room_refused(self, key: RoomKey, failure: Failure) -> bool:
-        return self.queue.refuse(key, failure)
-
-    def peers_changed(self) -> None:
-        if self.receiver is not None:
-            self.queue.fail_hopeless(self.receiver.peers)
-        self.queue.tell()
-        self._admit()
+    def _on_peers_changed(self) -> None:
+        self._fail_waiting(self.queue.without_peer(self.rooms.peers))
+        self._announce(*self.queue)
+        self.admit()
 
     # --- engine -------------------------------------------------------------------------------------------------------
 
@@ -286,58 +332,53 @@ class RequestManager:
         """Takes one of the engine's events about a request (in the event loop)."""
         self.queue.is_moving()
         key = getattr(event, "key", None)
-        work = self.works.get(key) if isinstance(key, RoomKey) else None
-        if work is None:
+        req = self.reqs.get(key) if isinstance(key, RoomKey) else None
+        if req is None:
             return
         try:
-            self._tell_client(work, event)
+            self._to_client(req, event)
         except Exception as error:
-            log.exception("%s failed on %s", work.key, type(event).__name__)
-            work.generation.fail(RequestFailed(internal_error("decode", error)))
-            self._submit_command(Cancel(work.key))
+            log.exception("%s failed on %s", req.key, type(event).__name__)
+            req.generation.fail(RequestFailed(internal_error("decode", error)))
+            self._submit_command(Cancel(req.key))
         if isinstance(event, Finished | ComputeFailed | Scrubbed):
-            self._release(work)
+            self._release(req)
 
-    def _tell_client(self, work: DecodeRequest, event: Event) -> None:
+    def _to_client(self, req: DecodeRequest, event: Event) -> None:
         match event:
             case Output():
-                work.generation.set_route(self._local_route())
-                if not work.n_generated:
-                    self._parts.faults.entered("decode")
-                    work.times.decoding = work.times.decoding or time.monotonic()
-                self._count_step(work, event.output)
-                work.generation.put(event.output)
+                req.generation.set_route(self._local_route)
+                if not req.n_generated:
+                    self._context.faults.entered("decode")
+                    req.decoding_at = self._clock() if req.decoding_at is None else req.decoding_at
+                if self._draft_metrics is not None:
+                    self._draft_metrics.step(event.output, req.n_generated)
+                req.n_generated += len(event.output.token_ids)
+                req.generation.put(event.output)
             case Finished():
-                work.generation.set_route(self._local_route())
-                work.generation.finish(event.reason)
+                req.generation.set_route(self._local_route)
+                req.generation.finish(event.reason)
             case ComputeFailed():
-                work.generation.fail(RequestFailed(event.failure))
+                req.generation.fail(RequestFailed(event.failure))
             case _:
                 pass
 
-    def _local_route(self) -> RouteInfo:
-        return RouteInfo("local", None, draft_state=self._settings.draft_state)
-
-    def _count_step(self, work: DecodeRequest, output: TokenOutput) -> None:
-        if self._draft_metrics is not None:
-            self._draft_metrics.step(output, work.n_generated)
-        work.n_generated += len(output.token_ids)
-
-    def _release(self, work: DecodeRequest) -> None:
-        if work.placement is not None:
-            self._parts.arena.owners.clear(work.placement, work.key.owner)
-        if self._allocator.state_of(work.key) is not ItemState.FREE:
-            self._allocator.release(work.key)
-        self.quarantine.leave(work.key)
-        self._forget(work)
-        self._admit()
+    def _release(self, req: DecodeRequest) -> None:
+        if req.placement is not None:
+            self._context.arena.owners.clear(req.placement, req.key.owner)
+        if self._allocator.state_of(req.key) is not ItemState.FREE:
+            self._allocator.release(req.key)
+        self.quarantine.leave(req.key)
+        self._forget(req)
+        self.admit()
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        if self.receiver is not None:
-            self.receiver.tick()
-            self.queue.fail_hopeless(self.receiver.peers)
-        self.queue.tick(self._settings.deadlines.admission_s)
-        self._admit()
-        self.quarantine.warn(time.monotonic())
+        if not self._is_local:
+            self.rooms.tick()
+            self._fail_waiting(self.queue.without_peer(self.rooms.peers))
+        self._announce(*self.queue)
+        self._fail_waiting(self.queue.overdue())
+        self.admit()
+        self.quarantine.warn(self._clock())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from server.engine.request import TokenLogprob
 from server.failure import Failure
 from server.transfer.protocol import (
     Abort,
@@ -24,7 +25,6 @@ from server.transfer.protocol import (
     RemotePhase,
     Reserve,
     Reserved,
-    RoomIds,
     Writes,
     clip,
     ids_of,
@@ -45,18 +45,17 @@ class DecodePhase(enum.StrEnum):
     OVER = "over"
 
 
-_REMOTE = (
-    DecodePhase.RESERVE,
-    DecodePhase.QUEUED,
-    DecodePhase.PREFILL,
-    DecodePhase.TRANSFER,
-)
-_FOLLOWS = {phase: i for i, phase in enumerate(_REMOTE)}
+_REMOTE = (DecodePhase.RESERVE, DecodePhase.QUEUED, DecodePhase.PREFILL, DecodePhase.TRANSFER)
+"""Where the prefill node has the next word, in their order."""
 _PHASE_OF = {
     RemotePhase.QUEUED: DecodePhase.QUEUED,
     RemotePhase.PREFILL: DecodePhase.PREFILL,
     RemotePhase.TRANSFER: DecodePhase.TRANSFER,
 }
+
+
+Proof = TokenLogprob | Failure
+"""How the check of what arrived has ended: the first token of a proved hand-off, or what is wrong."""
 
 
 # --- events ----------------------------------------------------------------------------------------------------------
@@ -69,9 +68,9 @@ class Opened:
 
 @dataclass(frozen=True)
 class Verified:
-    """The check of what arrived has ended; ``failure`` None if everything agrees."""
+    """The check of what arrived has ended."""
 
-    failure: Failure | None
+    proof: Proof
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,10 @@ class Verify:
 
 @dataclass(frozen=True)
 class Commit:
-    """The state is complete and proved: decode on."""
+    """The state is complete and proved: decode on, after the token ``first``."""
 
     done: Done
+    first: TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,9 @@ class FencePeer:
     reason: str
 
 
+RequestAction = Commit | FailClient | Free
+"""What concerns the request's memory and its client."""
+
 DecodeAction = Send | Verify | Commit | FailClient | Free | FencePeer | Forget
 
 
@@ -128,11 +131,11 @@ class DecodeRoom:
     """
 
     def __init__(self, reserve: Reserve, deadlines: Deadlines, now: float) -> None:
-        self.key = RoomKey(reserve.room, reserve.epoch, reserve.decode)
+        self.key = RoomKey.of(reserve)
         self.phase = DecodePhase.RESERVE
         self.failure: Failure | None = None
         self.phase_s: dict[str, float] = {}
-        self._reserve = reserve
+        self._reserve, self._ids = reserve, ids_of(reserve)
         self._deadlines = deadlines
         self._entered, self._alive = now, now
         self._resend = Resend(deadlines.resend_s, deadlines.resend_cap_s, now)
@@ -167,7 +170,7 @@ class DecodeRoom:
             case Quiesced():
                 return self._on_quiesced(now)
             case Verified():
-                return self._on_verified(event.failure, now)
+                return self._on_verified(event.proof, now)
             case GivenUp():
                 return self._end(event.failure, now) if self.active else []
             case PeerLost():
@@ -182,7 +185,7 @@ class DecodeRoom:
     def _on_sign_of_life(self, phase: DecodePhase, now: float) -> list[DecodeAction]:
         if self.phase in _REMOTE:
             self._alive = now
-            if _FOLLOWS[phase] > _FOLLOWS[self.phase]:
+            if _REMOTE.index(phase) > _REMOTE.index(self.phase):
                 self._enter(phase, now)
         return []
 
@@ -193,15 +196,15 @@ class DecodeRoom:
             return [Verify(done)]
         return [self._abort()] if self.phase is DecodePhase.ENDING and not self._peer_gone else []
 
-    def _on_verified(self, failure: Failure | None, now: float) -> list[DecodeAction]:
+    def _on_verified(self, proof: Proof, now: float) -> list[DecodeAction]:
         self._verifying = False
         if self.phase is not DecodePhase.VERIFY or self._done is None:
             return self._free_if_safe()
-        if failure is not None:
-            rejected = Rejected(**self._ids(), component=failure.component, reason=clip(failure.reason))
-            return [Send(rejected), *self._end(failure, now)]
+        if isinstance(proof, Failure):
+            rejected = Rejected(**self._ids, component=proof.component, reason=clip(proof.reason))
+            return [Send(rejected), *self._end(proof, now)]
         self._enter(DecodePhase.COMMITTED, now)
-        return [Commit(self._done), Send(Committed(**self._ids())), Forget("committed", "")]
+        return [Commit(self._done, proof), Send(Committed(**self._ids)), Forget("committed", "")]
 
     def _on_failed(self, failed: Failed, now: float) -> list[DecodeAction]:
         actions: list[DecodeAction] = []
@@ -268,7 +271,4 @@ class DecodeRoom:
 
     def _abort(self) -> Send:
         reason = self.failure.reason if self.failure is not None else ""
-        return Send(Abort(**self._ids(), reason=clip(reason)))
-
-    def _ids(self) -> RoomIds:
-        return ids_of(self._reserve)
+        return Send(Abort(**self._ids, reason=clip(reason)))

@@ -1,22 +1,24 @@
-"""The decode node's rooms and peers: feeds the room state machines, checks what arrived, and fences lost peers.
+"""The decode node's rooms: everything between ``Reserve`` and commit.
 
-The :class:`RoomOwner` (the node) owns memory and clients; this file owns everything between ``Reserve`` and commit.
+Feeds the room state machines (:mod:`.room`) and checks what arrived. Memory and clients are the
+:class:`~.request_manager.RequestManager`'s.
+
+A node leaves its event loop through three ports, :class:`DecodePorts`; all its waits are measured by the context's
+``clock`` or by the loop. So a simulation can run the real managers on a loop with virtual time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import time
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
-from server.cache.layout import Placement
-from server.decode.admission import wire_request
+from server.decode.dialer import MakeDialer
 from server.decode.peer_pool import PeerPool
-from server.decode.prefill_link import PrefillLink
-from server.decode.probe import Prober
-from server.decode.request import DecodeRequest, RoomOwner
+from server.decode.prefill_link import LinkEvent, PeerRegistered, PrefillLink
+from server.decode.request import DecodeRequest
 from server.decode.room import (
     Commit,
     DecodeAction,
@@ -28,26 +30,25 @@ from server.decode.room import (
     FencePeer,
     Free,
     Opened,
+    Proof,
+    RequestAction,
     Verified,
     Verify,
 )
 from server.decode.settings import DecodeSettings
-from server.decode.transport_sessions import TransportSessions
-from server.decode.verify import Evidence, Proof, verify
+from server.decode.verify import Evidence, verify
 from server.failure import Failure, FailureKind, internal_error
-from server.faults.messages import Outbox
 from server.faults.rows import RowDamage
 from server.faults.spec import STATE, skipped_checks
 from server.node.context import NodeContext
 from server.threads import Threads
-from server.transfer.manifest import Manifest, TransportIdentity, build_manifest
+from server.transfer.checks import Check
 from server.transfer.protocol import (
     Abort,
     Committed,
     Done,
     Failed,
     PeerMessage,
-    ProbeDone,
     Progress,
     Quiesced,
     RequestArrived,
@@ -66,243 +67,226 @@ _VERIFIERS = 4
 """Rooms whose bytes are checked at the same time."""
 
 
+@dataclass(frozen=True)
+class DecodePorts:
+    """Where a decode node leaves its event loop. None is the real thing.
+
+    - ``make_dialer`` makes the connection to a prefill node: a ZMQ socket.
+    - ``transport_threads`` run the blocking calls of the transport endpoints (``NodeContext.make_transport``).
+    - ``verify`` checks what has arrived, but for the checks that a fault skips: in threads.
+    """
+
+    make_dialer: MakeDialer | None = None
+    transport_threads: Threads | None = None
+    verify: Callable[[Evidence, frozenset[Check]], Awaitable[Proof]] | None = None
+
+
 class DecodeRoomManager:
-    """All peers and all rooms that are not committed yet."""
+    """All rooms that are not committed yet, and the ``peers`` that they are with.
+
+    ``on_action`` does what a room wants done with its request's memory and client. ``on_broken``: something failed here
+    after the room was over or committed. ``on_waiting`` gets the prefill node's word on a room that has no memory yet:
+    None if the router's request has come there, or why that has ended it; False if no such room waits.
+    ``on_peers_changed``: a peer is registered, or no longer.
+    """
 
     def __init__(
         self,
-        owner: RoomOwner,
         settings: DecodeSettings,
-        parts: NodeContext,
+        context: NodeContext,
         incarnation: str,
-        addresses: tuple[str, ...],
+        ports: DecodePorts,
+        *,
+        on_action: Callable[[DecodeRequest, RequestAction], None],
+        on_broken: Callable[[DecodeRequest, Exception], None],
+        on_waiting: Callable[[RoomKey, Failure | None], bool],
+        on_peers_changed: Callable[[], None],
     ) -> None:
-        deadlines = settings.deadlines
-        outbox, numbers = Outbox(parts.faults), itertools.count(1)
-        self.links = [
-            PrefillLink(address, self, deadlines, parts.metrics, settings.guard, outbox, numbers)
-            for address in addresses
-        ]
-        self.peers = PeerPool(self.links, self.outstanding)
-        self._owner = owner
-        self._arena = parts.arena
-        self._incarnation = incarnation
-        self._identity = parts.identity
-        self._spec_tokens = settings.spec_tokens
-        self._components = tuple(name for name in parts.arena.layout.names if name not in settings.own_components)
-        self._sessions = TransportSessions(parts.make_transport, parts.arena)
-        self._deadlines = deadlines
-        self._metrics = parts.metrics
-        self._faults = parts.faults
-        self._damage = RowDamage(parts.arena)
-        self._prober = Prober(parts.arena, deadlines)
-        self._works: dict[RoomKey, DecodeRequest] = {}
+        self._deadlines = settings.deadlines
+        self._arena = context.arena
+        self._clock = context.clock
+        self._metrics = context.metrics
+        self._faults = context.faults
+        self._damage = RowDamage(context.arena)
+        self._on_action = on_action
+        self._on_broken = on_broken
+        self._on_waiting = on_waiting
+        self._on_peers_changed = on_peers_changed
+        self._reqs: dict[RoomKey, DecodeRequest] = {}
         self._committed: OrderedDict[RoomKey, None] = OrderedDict()
-        self._proofs: dict[RoomKey, Proof] = {}
         self._checks: set[asyncio.Task[None]] = set()
         self._verifiers = Threads("verify", _VERIFIERS)
-
-    def start(self) -> None:
-        for link in self.links:
-            link.start()
+        self._verify = ports.verify or self._verify_in_thread
+        self.peers = PeerPool(
+            settings,
+            context,
+            incarnation,
+            make_dialer=ports.make_dialer,
+            transport_threads=ports.transport_threads,
+            on_event=self.on_link_event,
+            outstanding=lambda link: len(self._rooms_of(link)),
+        )
 
     async def close(self) -> None:
         """Ends the connections and the transport sessions; rooms should have been given up before."""
-        for link in self.links:
-            await link.close()
+        await self.peers.close()
         await asyncio.gather(*self._checks, return_exceptions=True)
-        await self._sessions.close()
+        await self.peers.sessions.close()
         self._verifiers.close()
 
-    def outstanding(self, link: PrefillLink) -> int:
-        return sum(work.link is link for work in self._works.values())
-
-    async def ready(self) -> tuple[bool, str]:
-        return await self._prober.ready(lambda: self.links)
-
-    def open(self, work: DecodeRequest, placement: Placement, link: PrefillLink) -> None:
-        """Starts the room of ``work``: its memory is reserved and ``link`` will compute its prompt."""
-        registration = link.registration
-        if registration is None:
-            raise RuntimeError(f"prefill {link.address} is not registered")
-        n_prompt_pages = -(-len(work.request.prompt_ids) // self._arena.layout.page_size)
-        deadlines = self._deadlines
-        reserve = Reserve(
-            **room_ids(registration, work.key.room, work.key.epoch),
-            slot=placement.slot,
-            pages=placement.pages[:n_prompt_pages],
-            components=self._components,
-            request=wire_request(work.request),
-            silence_s=min(deadlines.queued_s, deadlines.prefill_s, deadlines.transfer_s),
-        )
-        work.placement, work.link = placement, link
-        work.room = DecodeRoom(reserve, deadlines, time.monotonic())
-        self._works[work.key] = work
-        self._faults.entered(work.room.phase)
-        self._step(work, Opened())
-
-    def give_up(self, work: DecodeRequest, failure: Failure) -> None:
-        self._step(work, GivenUp(failure))
-
     def tick(self) -> None:
-        for work in list(self._works.values()):
-            self._step(work, Tick())
+        for req in list(self._reqs.values()):
+            self.step(req, Tick())
 
-    # --- PrefillLinkHost -------------------------------------------------------------------------------------------
+    # --- messages -----------------------------------------------------------------------------------------------------
 
-    async def open_session(self, link: PrefillLink) -> Manifest:
-        engine = await self._sessions.open(link.address)
-        self._on_fenced(link)
-        return build_manifest(
-            "decode",
-            self._incarnation,
-            self._identity,
-            TransportIdentity.of(engine),
-            self._arena.layout,
-            self._arena.ptr,
-            spec_tokens=self._spec_tokens,
-            components=self._components,
-            session=engine.session,
-        )
+    def _rooms_of(self, link: PrefillLink) -> list[DecodeRequest]:
+        return [req for req in self._reqs.values() if req.link is link]
 
-    async def fence(self, link: PrefillLink) -> None:
-        await self._sessions.fence(link.address)
-        self._metrics.fenced()
-        self._on_fenced(link)
-
-    def on_registered(self, link: PrefillLink) -> None:
-        self.peers.is_new(link)
-        self._owner.peers_changed()
-
-    def on_lost(self, link: PrefillLink, failure: Failure) -> None:
-        self._prober.on_lost(link, failure)
-        for work in self._rooms_of(link):
-            self._step(work, PeerLost(failure))
-        self._owner.peers_changed()
+    def on_link_event(self, link: PrefillLink, event: LinkEvent) -> None:
+        match event:
+            case PeerRegistered():
+                self._on_peers_changed()
+            case PeerLost():
+                for req in self._rooms_of(link):
+                    self.step(req, event)
+                self._on_peers_changed()
+            case Fenced():
+                for req in self._rooms_of(link):
+                    self.step(req, event)
+            case _:
+                self.on_message(link, event)
 
     def on_message(self, link: PrefillLink, message: PeerMessage) -> None:
-        if isinstance(message, ProbeDone):
-            self._prober.on_done(message)
-        elif isinstance(message, RequestArrived):
-            self._on_request_arrived(link, message)
-        elif isinstance(message, Reserved | Progress | Done | Failed | Quiesced):
-            self._on_room_message(link, message)
+        match message:
+            case RequestArrived():
+                self._on_request_arrived(link, message)
+            case Reserved() | Progress() | Done() | Failed() | Quiesced():
+                self._on_room_message(link, message)
+            case _:
+                pass
 
     def _on_request_arrived(self, link: PrefillLink, message: RequestArrived) -> None:
         """A copy may come after the room was opened, or was over."""
-        key = RoomKey(message.room, message.epoch, message.decode)
-        if key not in self._works and key not in self._committed and not self._owner.request_arrived(key):
+        key = RoomKey.of(message)
+        if key not in self._reqs and key not in self._committed and not self._on_waiting(key, None):
             self._metrics.dropped("stale")
             link.send(Abort(**ids_of(message), reason=_UNKNOWN))
 
     def _on_room_message(self, link: PrefillLink, message: Reserved | Progress | Done | Failed | Quiesced) -> None:
-        key = RoomKey(message.room, message.epoch, message.decode)
-        work = self._works.get(key)
+        key = RoomKey.of(message)
+        req = self._reqs.get(key)
         if isinstance(message, Failed) and message.kind is FailureKind.UNAVAILABLE:
             self.peers.is_unwilling(link)
-        if work is not None and work.link is link:
-            self._step(work, message)
+        if req is not None and req.link is link:
+            self.step(req, message)
         elif key in self._committed:
             if isinstance(message, Done):
                 link.send(Committed(**ids_of(message)))
-        elif not isinstance(message, Failed) or not self._owner.room_refused(key, message.failure):
+        elif not isinstance(message, Failed) or not self._on_waiting(key, message.failure):
             self._metrics.dropped("stale")
             if isinstance(message, Progress | Done | Failed):
                 link.send(Abort(**ids_of(message), reason=_UNKNOWN))
 
     # --- rooms --------------------------------------------------------------------------------------------------------
 
-    def _rooms_of(self, link: PrefillLink) -> list[DecodeRequest]:
-        return [work for work in self._works.values() if work.link is link]
+    def open(self, req: DecodeRequest) -> None:
+        """Opens the room of ``req``, which has memory and a link to the prefill node that will compute its prompt."""
+        placement = req.placement
+        registration = req.link.registration if req.link is not None else None
+        if placement is None or registration is None:
+            raise RuntimeError(f"{req.key} has no memory, or no prefill node that is registered")
+        n_prompt_pages = -(-len(req.request.prompt_ids) // self._arena.layout.page_size)
+        deadlines = self._deadlines
+        reserve = Reserve(
+            **room_ids(registration, req.key.room, req.key.epoch),
+            slot=placement.slot,
+            pages=placement.pages[:n_prompt_pages],
+            components=self.peers.components,
+            request=req.wire,
+            silence_s=min(deadlines.queued_s, deadlines.prefill_s, deadlines.transfer_s),
+        )
+        req.room = DecodeRoom(reserve, deadlines, self._clock())
+        self._reqs[req.key] = req
+        self._faults.entered(req.room.phase)
+        self.step(req, Opened())
 
-    def _on_fenced(self, link: PrefillLink) -> None:
-        for work in self._rooms_of(link):
-            self._step(work, Fenced())
-
-    def _step(self, work: DecodeRequest, event: DecodeEvent) -> None:
+    def step(self, req: DecodeRequest, event: DecodeEvent) -> None:
         """Feeds one event to one room. An exception fails this room only, and what else was to be done is done."""
-        room = work.room
+        room = req.room
         if room is None:
             return
         phase = room.phase
         try:
-            actions = room.handle(event, time.monotonic())
+            actions = room.handle(event, self._clock())
             if room.phase is not phase:
                 self._faults.entered(room.phase)
         except Exception as error:
-            log.exception("%s failed on %s", work.key, type(event).__name__)
-            self._on_broken(work, room, event, error)
+            log.exception("%s failed on %s", req.key, type(event).__name__)
+            self._fail(req, room, event, error)
             return
         for action in actions:
             try:
-                self._perform(work, room, action)
+                self.perform(req, room, action)
             except Exception as error:
-                log.exception("%s failed on %s", work.key, type(action).__name__)
-                self._on_broken(work, room, action, error)
+                log.exception("%s failed on %s", req.key, type(action).__name__)
+                self._fail(req, room, action, error)
 
-    def _on_broken(
-        self, work: DecodeRequest, room: DecodeRoom, at: DecodeEvent | DecodeAction, error: Exception
-    ) -> None:
+    def _fail(self, req: DecodeRequest, room: DecodeRoom, at: DecodeEvent | DecodeAction, error: Exception) -> None:
         if room.active and not isinstance(at, GivenUp):
-            self._step(work, GivenUp(internal_error("decode", error)))
+            self.step(req, GivenUp(internal_error("decode", error)))
         else:
-            self._owner.room_broken(work, error)
+            self._on_broken(req, error)
 
-    def _perform(self, work: DecodeRequest, room: DecodeRoom, action: DecodeAction) -> None:
+    def perform(self, req: DecodeRequest, room: DecodeRoom, action: DecodeAction) -> None:
         match action:
             case Send():
-                if work.link is not None:
-                    work.link.send(action.message)
+                if req.link is not None:
+                    req.link.send(action.message)
             case Verify():
-                task = asyncio.create_task(self._verify(work, action.done))
+                task = asyncio.create_task(self._check(req, action.done))
                 self._checks.add(task)
                 task.add_done_callback(self._checks.discard)
             case Commit():
-                self._commit(work, action.done)
-            case FailClient():
-                self._owner.room_failed(work, action.failure)
-            case Free():
-                self._owner.room_free(work)
+                done = action.done
+                self._metrics.transferred({sent.component: sent.nbytes for sent in done.sent}, done.pieces)
+                self._on_action(req, action)
+            case FailClient() | Free():
+                self._on_action(req, action)
             case FencePeer():
-                if work.link is not None:
-                    work.link.lose(Failure("fenced", f"transport session fenced: {action.reason}"))
+                if req.link is not None:
+                    req.link.lose(Failure("fenced", f"transport session fenced: {action.reason}"))
             case Forget():
-                self._forget(work.key, room, action)
+                self._forget(req.key, room, action)
 
-    async def _verify(self, work: DecodeRequest, done: Done) -> None:
-        placement = work.placement
+    async def _check(self, req: DecodeRequest, done: Done) -> None:
         try:
-            if placement is None:
+            if req.placement is None:
                 raise RuntimeError("the room has no memory")
-            found = Evidence(self._arena, placement, self._components, work.key, work.request, done)
+            evidence = Evidence(self._arena, req.placement, self.peers.components, req.key, req.request, done)
             if self._faults.is_on:
-                await self._strike(work, placement, found.n)
-            proof = await self._verifiers.run(verify, found, work.skipped)
+                await self._strike(req, evidence)
+            proof = await self._verify(evidence, req.skipped)
         except Exception as error:
-            log.exception("%s could not be checked", work.key)
-            proof = Proof(Failure("internal_error", f"what arrived could not be checked: {error!r}"))
-        if proof.failure is not None:
-            self._metrics.check_failed(proof.failure)
-        self._proofs[work.key] = proof
-        self._step(work, Verified(proof.failure))
-        self._proofs.pop(work.key, None)
+            log.exception("%s could not be checked", req.key)
+            proof = Failure("internal_error", f"what arrived could not be checked: {error!r}")
+        if isinstance(proof, Failure):
+            self._metrics.check_failed(proof)
+        self.step(req, Verified(proof))
 
-    async def _strike(self, work: DecodeRequest, placement: Placement, n: int) -> None:
+    async def _verify_in_thread(self, evidence: Evidence, skipped: frozenset[Check]) -> Proof:
+        return await self._verifiers.run(verify, evidence, skipped)
+
+    async def _strike(self, req: DecodeRequest, evidence: Evidence) -> None:
         """Fault injection: damages what has arrived, and says which checks are not made."""
-        struck = self._faults.strike(str(work.key))
-        work.skipped = skipped_checks(struck)
-        for damage in await self._damage.make([fault for fault in struck if fault.kind in STATE], n, placement):
+        struck = self._faults.strike(str(req.key))
+        req.skipped = skipped_checks(struck)
+        faults = [fault for fault in struck if fault.kind in STATE]
+        for damage in await self._damage.make(faults, evidence.n, evidence.placement):
             damage.apply(self._arena)
 
-    def _commit(self, work: DecodeRequest, done: Done) -> None:
-        first = self._proofs[work.key].first
-        if first is None:
-            raise RuntimeError(f"{work.key} was committed without a first token")
-        self._metrics.transferred({sent.component: sent.nbytes for sent in done.sent}, done.pieces)
-        self._owner.room_committed(work, done, first)
-
     def _forget(self, key: RoomKey, room: DecodeRoom, action: Forget) -> None:
-        del self._works[key]
+        del self._reqs[key]
         self._metrics.room_ended(action.outcome, action.reason)
         for phase, seconds in room.phase_s.items():
             self._metrics.phase(phase, seconds)

@@ -23,19 +23,22 @@ Closing is what makes it safe.
 _TRIES = 4
 """Endpoints that are open at the same time, to find a session that was not used before."""
 _MAX_AT_ONCE = 16
-"""PeerPool whose endpoints may be opened or closed at the same time; a transport may take seconds for one."""
+"""Peers whose endpoints may be opened or closed at the same time; a transport may take seconds for one."""
 
 
 class TransportSessions:
-    """The endpoints, by peer address. The arena is registered with each of them."""
+    """The endpoints, by peer address. The arena is registered with each of them.
 
-    def __init__(self, make_engine: Callable[[], TransferEngine], arena: Arena) -> None:
+    ``threads`` run the transport's blocking calls; a simulation gives some that call at once.
+    """
+
+    def __init__(self, make_engine: Callable[[], TransferEngine], arena: Arena, threads: Threads | None = None) -> None:
         self._make_engine = make_engine
         self._arena = arena
-        self._engines: dict[str, TransferEngine] = {}
+        self.engines: dict[str, TransferEngine] = {}
         self._used: dict[str, int] = {}
         self._order = itertools.count()
-        self._threads = Threads("fence", _MAX_AT_ONCE)
+        self._threads = threads or Threads("fence", _MAX_AT_ONCE)
 
     async def open(self, address: str) -> TransferEngine:
         """A fresh endpoint for the peer at ``address``. Raises what the transport raises; closes an older one first.
@@ -45,7 +48,7 @@ class TransportSessions:
         """
         await self.fence(address)
         engine = await self._open_another()
-        self._engines[address], self._used[engine.session] = engine, next(self._order)
+        self.engines[address], self._used[engine.session] = engine, next(self._order)
         return engine
 
     async def _open_another(self) -> TransferEngine:
@@ -70,19 +73,19 @@ class TransportSessions:
 
         Raises what the transport's ``close`` raises; then nothing is known and the memory must stay quarantined.
         """
-        engine = self._engines.get(address)
+        engine = self.engines.get(address)
         if engine is None:
             return
         with contextlib.suppress(RegistrationFailed):
             await self._threads.run(engine.unregister, self._arena.ptr)
         await asyncio.sleep(SETTLE_S)
         await self._threads.run(engine.close)
-        del self._engines[address]
+        del self.engines[address]
         log.info("fenced the transport session of prefill %s", address)
 
     async def close(self) -> None:
-        """Fences every peer. One that cannot be fenced is told and left to the end of the process."""
-        for address in list(self._engines):
+        """Fences every peer. One that cannot be fenced is logged, and ends with the process."""
+        for address in list(self.engines):
             try:
                 await self.fence(address)
             except TransferError:

@@ -11,6 +11,7 @@ from server.cache.handoff import Handoff, prompt_hash, read_handoff
 from server.cache.layout import Placement
 from server.cache.owners import WrongOwner
 from server.cache.specs import HANDOFF, LayoutError
+from server.decode.room import Proof
 from server.engine.request import GenerationRequest, TokenLogprob
 from server.failure import Failure
 from server.transfer.checks import Check
@@ -33,14 +34,6 @@ class Evidence:
     @property
     def n(self) -> int:
         return len(self.request.prompt_ids)
-
-
-@dataclass(frozen=True)
-class Proof:
-    """How the check ended: a ``failure`` that names the component, or the ``first`` token of a proved hand-off."""
-
-    failure: Failure | None
-    first: TokenLogprob | None = None
 
 
 def check_stamp(found: Evidence) -> Failure | None:
@@ -105,9 +98,9 @@ def verify(found: Evidence, skipped: frozenset[Check] = frozenset()) -> Proof:
     """
     for check, failure_of in CHECKS.items():
         if check not in skipped and (failure := failure_of(found)) is not None:
-            return Proof(failure)
+            return failure
     row = read_handoff(found.arena, found.placement, hc_mult=1)
-    return Proof(None, TokenLogprob(row.first_token, row.first_logprob, row.top))
+    return TokenLogprob(row.first_token, row.first_logprob, row.top)
 
 
 def _difference(row: Handoff, key: RoomKey, request: GenerationRequest) -> str | None:

@@ -91,7 +91,7 @@ class Client:
 
 def room_phases(pair: Pair) -> list[str]:
     """The phases of the rooms on the decode node, in order of their opening."""
-    return [work.room.phase.value for work in pair.decode._manager.works.values() if work.room is not None]
+    return [req.room.phase.value for req in pair.decode.manager.reqs.values() if req.room is not None]
 
 
 until = partial(waiting.until, poll_s=0.0)
@@ -193,7 +193,7 @@ async def test_an_abort_in_every_phase_frees_both_nodes(
         await client.go()
         if others:
             await until(lambda: pair.decode.server_info()["waiting"] == 0, 1.0, "it waits no more")
-            await until(lambda: len(pair.decode._manager.works) == len(others), 1.0, "only the others are left")
+            await until(lambda: len(pair.decode.manager.reqs) == len(others), 1.0, "only the others are left")
         else:
             await pair.settled(FREED_S)
         for outputs, _ in await asyncio.gather(*others):
@@ -249,7 +249,7 @@ async def check_random_aborts(
         assert n_rounds > 1
         await pair.settled(FREED_S)
         assert pair.decode.server_info()["waiting"] == 0
-        assert not pair.decode._manager.works
+        assert not pair.decode.manager.reqs
         assert pair.d.metric("pd_fences_total") == 0
         for request, wanted in zip(witnesses, expected, strict=True):
             assert tokens((await pair.answer(request))[0]) == wanted

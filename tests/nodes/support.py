@@ -127,6 +127,10 @@ class FakeEngine(threading.Thread):
     def submit(self, command: Command) -> None:
         self._commands.put(command)
 
+    @property
+    def n_decoding(self) -> int:
+        return len(self._answers)
+
     def run(self) -> None:
         while True:
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pkgutil
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -20,7 +19,6 @@ from server.engine.request import FinishReason
 from server.failure import RequestFailed
 from server.transfer.engines.loopback import Fault, LoopbackEngine, Submission
 from server.transfer.protocol import Committed, encode, seal
-from server.transfer.rooms import RoomKey
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.transfer.support import make_geometry
 from tests.transfer.test_protocol import reserve
@@ -88,13 +86,13 @@ async def test_an_abort_in_any_phase_leaves_every_count_at_its_start(
 
         monkeypatch.setattr(room_manager, "verify", slow_verify)
     generation = d.node.submit(request(300, seed=5, max_tokens=400))
-    work = next(w for w in d.node._manager.works.values() if w.generation is generation)
+    req = next(req for req in d.node.manager.reqs.values() if req.generation is generation)
     if phase == "waiting":
-        assert work in d.node._manager.queue
+        assert req in d.node.manager.queue
     elif phase == "decoding":
         await generation.route()
     else:
-        await until(lambda: work.room is not None and work.room.phase == phase, what=phase)
+        await until(lambda: req.room is not None and req.room.phase == phase, what=phase)
     generation.abort()
     generation.abort()
     outputs = [o async for o in generation]
@@ -126,7 +124,7 @@ async def test_aborting_a_hundred_rooms_leaks_nothing(pair: Pair) -> None:
     for generation in generations:
         generation.abort()
     await assert_works_again(p, d)
-    assert not d.node._manager.works
+    assert not d.node.manager.reqs
     assert not p.node.manager.reqs
 
 
@@ -227,24 +225,21 @@ async def test_an_exception_at_the_commit_never_frees_memory_that_the_engine_dec
 ) -> None:
     p = await pair.prefill()
     d = await pair.decode(p)
-    for target in (
-        "server.decode.prefill_link.PrefillLink.send",
-        "server.decode.room_manager.DecodeRoomManager._forget",
-    ):
-        perform = pkgutil.resolve_name(target)
+    for owner, name in ((d.node.manager.rooms.peers.links[0], "send"), (d.parts.metrics, "room_ended")):
+        real = getattr(owner, name)
         with monkeypatch.context() as patched:
 
-            def broken(owner: object, what: object, *args: object, real: Any = perform) -> None:
-                real(owner, what, *args)
-                if isinstance(what, Committed | RoomKey):
+            def broken(what: object, *args: object, real: Any = real) -> None:
+                real(what, *args)
+                if isinstance(what, Committed) or what == "committed":
                     raise ZeroDivisionError("simulated")
 
-            patched.setattr(target, broken)
+            patched.setattr(owner, name, broken)
             with pytest.raises(RequestFailed, match="ZeroDivisionError"):
                 await answer(d.node, request(40, max_tokens=400))
         await assert_works_again(p, d)
         assert d.engine.wrong_bytes == []
-        assert d.engine._answers == {}, "nothing decodes there any more"
+        assert d.engine.n_decoding == 0, "nothing decodes there any more"
 
 
 async def test_a_peer_that_falls_silent_fails_its_rooms_within_the_deadline_and_serves_again(pair: Pair) -> None:
@@ -253,7 +248,7 @@ async def test_a_peer_that_falls_silent_fails_its_rooms_within_the_deadline_and_
     port = p.node.bootstrap_port
     p.engine.gate.clear()
     generation = d.node.submit(request(300))
-    await until(lambda: next(iter(d.node._manager.works.values())).room.phase == "prefill")
+    await until(lambda: next(iter(d.node.manager.reqs.values())).room.phase == "prefill")
     started = time.monotonic()
     p.node.socket.send = lambda routing_id, message: (
         None
@@ -290,7 +285,7 @@ async def test_a_prefill_node_that_shuts_down_tells_its_rooms_at_once(pair: Pair
     d = await pair.decode(p)
     p.engine.gate.clear()
     generation = d.node.submit(request(300))
-    await until(lambda: next(iter(d.node._manager.works.values())).room.phase == "prefill")
+    await until(lambda: next(iter(d.node.manager.reqs.values())).room.phase == "prefill")
     stopping = asyncio.create_task(pair.stop(p))
     with pytest.raises(RequestFailed, match="prefill node is shutting down"):
         await generation.route()
@@ -304,7 +299,7 @@ async def test_a_decode_node_that_disappears_leaves_the_prefill_node_clean(pair:
     for i in range(3):
         d.node.submit(request(100, seed=i))
     await until(lambda: p.counts()["slots"]["reserved"] == 3)
-    for link in d.node._manager.receiver.links:
+    for link in d.node.manager.rooms.peers.links:
         await link.close()
     await until(lambda: not p.node.manager.senders, FAST.peer_s + 1.0)
     p.engine.gate.set()
@@ -372,11 +367,11 @@ async def test_a_control_connection_that_breaks_and_comes_back_loses_no_room(pai
     d = await pair.decode(p)
     p.engine.gate.clear()
     generation = d.node.submit(request(300))
-    await until(lambda: next(iter(d.node._manager.works.values())).room.phase == "prefill")
-    link = d.node._manager.receiver.links[0]
-    link._dialer.socket.disconnect(f"tcp://{link.address}")
+    await until(lambda: next(iter(d.node.manager.reqs.values())).room.phase == "prefill")
+    link = d.node.manager.rooms.peers.links[0]
+    link.dialer.socket.disconnect(f"tcp://{link.address}")
     await asyncio.sleep(0.3)
-    link._dialer.socket.connect(f"tcp://{link.address}")
+    link.dialer.socket.connect(f"tcp://{link.address}")
     p.engine.gate.set()
     assert [t async for o in generation for t in o.token_ids] == expected(request(300))
     assert d.metric("pd_fences_total") == 0

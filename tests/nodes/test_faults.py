@@ -144,9 +144,9 @@ async def test_memory_that_was_another_rooms_before_fails_the_decode_nodes_room_
     owners, other = d.parts.arena.owners, Owner(7, 7)
     p.engine.gate.clear()
     running = asyncio.create_task(answer(d.node, request(199)))
-    await until(lambda: any(work.placement for work in d.node._manager.works.values()))
-    (work,) = d.node._manager.works.values()
-    ours, memory = work.key.owner, work.placement
+    await until(lambda: any(req.placement for req in d.node.manager.reqs.values()))
+    (req,) = d.node.manager.reqs.values()
+    ours, memory = req.key.owner, req.placement
     first, second = (other, ours) if stamped_as_others == "slot" else (ours, other)
     owners.clear(memory, ours)
     owners.stamp(Placement(memory.slot, ()), first)

@@ -56,7 +56,7 @@ async def test_a_killed_prefill_node_is_known_at_once(pair: Pair, start_prefill:
 
     p.signal(signal.SIGSTOP)
     asking = asyncio.create_task(d.node.ready())
-    await until(lambda: bool(d.node._manager.receiver._prober._waiting), what="a readiness probe is under way")
+    await until(lambda: d.node.manager.rooms.peers.prober.n_waiting > 0, what="a readiness probe is under way")
     p.signal(signal.SIGKILL)
     ready, reason = await asyncio.wait_for(asking, AT_ONCE_S)
     assert not ready
@@ -106,9 +106,9 @@ async def test_a_connection_that_is_reset_between_two_living_nodes_loses_no_room
         p.engine.gate.clear()
         generation = d.node.submit(request(300))
         await phase_is(d, "prefill")
-        (link,) = d.node._manager.receiver.links
+        (link,) = d.node.manager.rooms.peers.links
         for _ in range(3):
-            await until(lambda: link._dialer.connected)
+            await until(lambda: link.dialer.connected)
             n_before = len(writers)
             for writer in writers:
                 writer.transport.abort()

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
 
-from server.cache.arena import Arena
-from server.cache.layout import ArenaLayout
-from server.decode.quarantine import LONG_S, Quarantine
-from server.decode.transport_sessions import TransportSessions
-from server.failure import Failure, RequestFailed
+from server.decode.room import DecodeRoom
+from server.failure import RequestFailed
 from server.node.supervisor import Supervisor
 from server.prefill.kv_sender import SendJob
 from server.transfer.engines.base import EngineClosed, TransferError
 from server.transfer.engines.loopback import Fault, LoopbackEngine
-from server.transfer.rooms import RoomKey
+from server.transfer.protocol import Done
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.nodes.test_failures import all_free, assert_works_again
 from tests.support.http import http_server
@@ -110,7 +107,7 @@ async def test_a_node_ends_although_a_transport_session_cannot_be_closed(
 ) -> None:
     stuck, other = await pair.prefill(), await pair.prefill()
     d = await pair.decode(stuck, other)
-    first, second = d.node._manager.receiver._sessions._engines.values()
+    first, second = d.node.manager.rooms.peers.sessions.engines.values()
 
     def in_use() -> None:
         raise TransferError("another thread is using its engine")
@@ -119,23 +116,6 @@ async def test_a_node_ends_although_a_transport_session_cannot_be_closed(
     await pair.stop(d)
     with pytest.raises(EngineClosed):
         second.submit(first.session, d.arena.ptr, d.arena.ptr, 1)
-
-
-async def test_a_session_is_not_called_like_one_before() -> None:
-    """A prefill node that was frozen since an earlier registration would write to it."""
-    names, made = iter(("a", "a", "b", "a", "b", "c", "c", "a", "b", "c")), []
-
-    def transport() -> LoopbackEngine:
-        made.append(LoopbackEngine())
-        made[-1].session = next(names)
-        return made[-1]
-
-    sessions = TransportSessions(transport, Arena(ArenaLayout.from_geometry(make_geometry())))
-    peers = ("first", "first", "second")
-    assert [(await sessions.open(peer)).session for peer in peers] == ["a", "b", "c"]
-    assert (await sessions.open("first")).session == "a", "no other one is to be had: the oldest"
-    await sessions.close()
-    assert all(engine._closed for engine in made)
 
 
 # --- the end that nobody asked for ---
@@ -154,7 +134,7 @@ def vital(words: str) -> Callable[[Callable[..., NodeUnderTest]], Callable[..., 
 
 @vital("decode ticker")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    patch.setattr(d.node._manager, "tick", raise_bug)
+    patch.setattr(d.node.manager, "tick", raise_bug)
     return d
 
 
@@ -179,13 +159,13 @@ def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnde
 
 @vital("peer 127.0.0.1")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    patch.setattr(d.node._manager.receiver.links[0], "_wait_for_change", raise_bug)
+    patch.setattr(d.node.manager.rooms.peers.links[0].dialer, "send", raise_bug)
     return d
 
 
 @vital("receive 127.0.0.1")
 def _(p: NodeUnderTest, d: NodeUnderTest, patch: pytest.MonkeyPatch) -> NodeUnderTest:
-    patch.setattr(d.node._manager.receiver.links[0], "_on_frames", raise_bug)
+    patch.setattr(d.parts.metrics, "received", raise_bug)
     return d
 
 
@@ -221,7 +201,7 @@ async def test_a_node_that_dies_tells_its_clients_why(pair: Pair, monkeypatch: p
     d = await pair.decode(p)
     p.engine.gate.clear()
     generation = d.node.submit(request(300))
-    monkeypatch.setattr(d.node._manager, "tick", raise_bug)
+    monkeypatch.setattr(d.node.manager, "tick", raise_bug)
     await until(lambda: not d.node.alive()[0])
     await d.node.stop()
     with pytest.raises(RequestFailed, match="decode ticker") as caught:
@@ -252,10 +232,10 @@ def test_the_first_death_is_the_reason_and_an_orderly_end_is_none() -> None:
     [
         "server.decode.room_manager.DecodeRoomManager.open",
         "server.decode.room_manager.verify",
-        "server.decode.room_manager.DecodeRoomManager._commit",
-        "server.decode.request_manager.RequestManager.room_committed",
-        "server.decode.request_manager.RequestManager._tell_client",
-        "server.decode.room.DecodeRoom._on_done",
+        "the decode node's metrics.transferred",
+        "the decode node's allocator.commit",
+        "server.engine.generation.NodeGeneration.put",
+        "server.decode.room.DecodeRoom.handle",
         "server.prefill.room_manager.read_request",
         "server.prefill.room_memory.RoomMemory.refuses",
         "server.prefill.room_memory.Outgoing",
@@ -273,10 +253,16 @@ async def test_an_exception_anywhere_in_a_room_fails_that_room_only(
     tokens = list((await anext(bystander)).token_ids)
     with monkeypatch.context() as patched:
 
-        def broken(*args: object, **kwargs: object) -> None:
+        def broken(*args: Any, handle: Any = DecodeRoom.handle, **kwargs: object) -> object:
+            if target.endswith("DecodeRoom.handle") and not isinstance(args[1], Done):
+                return handle(*args)
             raise ZeroDivisionError("simulated")
 
-        patched.setattr(target, broken)
+        if target.startswith("the decode node's "):
+            owner, name = target.rsplit(" ", maxsplit=1)[-1].split(".")
+            patched.setattr(getattr(d.parts, owner), name, broken)
+        else:
+            patched.setattr(target, broken)
         with pytest.raises(RequestFailed, match="ZeroDivisionError") as caught:
             await asyncio.wait_for(answer(d.node, request(600, seed=2)), 60.0)
         assert (caught.value.code, caught.value.kind) == ("internal_error", "internal")
@@ -284,7 +270,7 @@ async def test_an_exception_anywhere_in_a_room_fails_that_room_only(
     tokens += [token async for output in bystander for token in output.token_ids]
     assert tokens == expected(request(600, seed=1))
     await assert_works_again(p, d)
-    assert not d.node._manager.works
+    assert not d.node.manager.reqs
     await until(lambda: not p.node.manager.reqs)
     assert p.node.alive() == d.node.alive() == (True, "")
 
@@ -294,7 +280,7 @@ async def test_peers_that_register_and_die_leave_nothing(pair: Pair) -> None:
     survivor = await pair.decode(p)
     for _ in range(3):
         d = await pair.decode(p)
-        for link in d.node._manager.receiver.links:
+        for link in d.node.manager.rooms.peers.links:
             await link.close()  # as a killed process: it says nothing any more
         pair.started.remove(d)
         d.engine.gate.set()
@@ -320,12 +306,12 @@ async def test_memory_in_quarantine_is_told_with_its_age_and_its_cause(pair: Pai
     d = await pair.decode(p, deadlines=replace(FAST, quiesce_s=20.0))
     assert d.node.server_info()["quarantine"] == []
     generation = d.node.submit(request(300))
-    (work,) = d.node._manager.works.values()
-    await until(lambda: work.room is not None and work.room.phase == "transfer")
+    (req,) = d.node.manager.reqs.values()
+    await until(lambda: req.room is not None and req.room.phase == "transfer")
     generation.abort()
     await until(lambda: d.counts()["slots"]["quarantined"] == 1)
     (told,) = d.node.server_info()["quarantine"]
-    assert told["room"] == str(work.key.room)
+    assert told["room"] == str(req.key.room)
     assert told["prefill"] == f"127.0.0.1:{p.node.bootstrap_port}"
     assert told["reason"] == "the client aborted the request"
     before = d.metric("pd_quarantine_oldest_seconds")
@@ -334,20 +320,3 @@ async def test_memory_in_quarantine_is_told_with_its_age_and_its_cause(pair: Pai
         engine.release()
     await until(lambda: d.node.server_info()["quarantine"] == [])
     assert d.metric("pd_quarantine_oldest_seconds") == 0
-
-
-def test_a_long_quarantine_is_warned_of_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
-    quarantine = Quarantine()
-    for room, since in ((1, 0.0), (2, 10.0)):
-        quarantine.enter(RoomKey(room, 1, "d"), Failure("peer_lost", "the peer is gone"), "10.0.0.1:8998", since)
-    caplog.set_level(logging.WARNING)
-    counts = []
-    for now in (LONG_S - 1, LONG_S, LONG_S + 1, LONG_S + 10, 2 * LONG_S):
-        quarantine.warn(now)
-        counts.append(len(caplog.records))
-    assert counts == [0, 1, 1, 2, 3]
-    assert "room 1 epoch 1 is in quarantine for 30 s: prefill 10.0.0.1:8998" in caplog.messages[0]
-    assert [entry["room"] for entry in quarantine.describe(20.0)] == ["1", "2"]
-    assert quarantine.oldest_s(20.0) == 20.0
-    quarantine.leave(RoomKey(1, 1, "d"))
-    assert quarantine.oldest_s(20.0) == 10.0

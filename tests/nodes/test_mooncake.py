@@ -106,7 +106,7 @@ async def test_writes_are_refused_once_the_arena_is_unregistered_and_the_room_sa
     p = await pair.prefill()
     d = await pair.decode(p)
     address = f"127.0.0.1:{p.node.bootstrap_port}"
-    d.node._manager.receiver._sessions._engines[address].unregister(d.arena.ptr)
+    d.node.manager.rooms.peers.sessions.engines[address].unregister(d.arena.ptr)
     with pytest.raises(RequestFailed, match="refused") as caught:
         await answer(d.node, request(100))
     assert caught.value.code == "transfer_failed"
@@ -125,7 +125,7 @@ async def test_a_decode_node_restart_gets_a_fresh_sender(pair: Pair) -> None:
 
 async def phase_is(d: NodeUnderTest, phase: str) -> None:
     def entered() -> bool:
-        return any(w.room is not None and w.room.phase == phase for w in d.node._manager.works.values())
+        return any(req.room is not None and req.room.phase == phase for req in d.node.manager.reqs.values())
 
     await until(entered, what=phase)
 

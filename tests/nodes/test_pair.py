@@ -49,10 +49,10 @@ async def test_no_byte_outside_the_live_ranges_changes(pair: Pair) -> None:
     before = d.arena.buffer.clone()
     asked = request(300)
     await d.node.submit(asked).route()
-    (work,) = d.node._manager.works.values()
+    (req,) = d.node.manager.reqs.values()
     mask = before != d.arena.buffer
     for name, rows in live_positions(300, WINDOW, d.arena.layout.names).items():
-        for run in d.arena.layout.runs(name, rows, work.placement):
+        for run in d.arena.layout.runs(name, rows, req.placement):
             mask[run.offset : run.offset + run.nbytes] = False
     assert not mask.any()
     d.engine.gate.set()
@@ -155,7 +155,7 @@ async def test_a_room_in_use_is_409_and_room_ids_have_63_bits(pair: Pair) -> Non
     p.engine.gate.set()
     assert [t async for o in first for t in o.token_ids] == expected(request(9))
     assert (await first.route()).room == MAX_ROOM
-    await until(lambda: not d.node._manager.rooms)
+    await until(lambda: not d.node.manager.by_room)
     assert await answer(d.node, request(10)) == expected(request(10))
 
 
@@ -222,8 +222,8 @@ async def test_ready_means_that_a_write_of_the_peer_really_landed(pair: Pair) ->
     ready, reason = await p.node.ready()
     assert ready
     assert "ok over loopback/memory" in reason
-    d.node._manager.receiver._prober._fresh_s = 0.0
-    d.node._manager.receiver._sessions._engines[address].unregister(d.arena.ptr)
+    d.node.manager.rooms.peers.prober.fresh_s = 0.0
+    d.node.manager.rooms.peers.sessions.engines[address].unregister(d.arena.ptr)
     for node in (d.node, p.node):
         ready, reason = await node.ready()
         assert not ready
@@ -234,9 +234,9 @@ async def test_a_decode_node_is_ready_only_if_every_registered_peer_can_write(pa
     good, bad = await pair.prefill(), await pair.prefill()
     d = await pair.decode(good, bad)
     assert (await d.node.ready())[0]
-    d.node._manager.receiver._prober._fresh_s = 0.0
+    d.node.manager.rooms.peers.prober.fresh_s = 0.0
     address = f"127.0.0.1:{bad.node.bootstrap_port}"
-    d.node._manager.receiver._sessions._engines[address].unregister(d.arena.ptr)
+    d.node.manager.rooms.peers.sessions.engines[address].unregister(d.arena.ptr)
     ready, reason = await d.node.ready()
     assert not ready
     assert f"prefill 127.0.0.1:{good.node.bootstrap_port}: probe transfer ok" in reason
@@ -257,7 +257,7 @@ async def test_more_peers_than_probe_lanes_are_all_probed(pair: Pair) -> None:
 async def test_a_probe_that_comes_twice_takes_one_lane(pair: Pair) -> None:
     p = await pair.prefill()
     d = await pair.decode(p, faults=("duplicate-message:Probe",))
-    d.node._manager.receiver._prober._fresh_s = 0.0
+    d.node.manager.rooms.peers.prober.fresh_s = 0.0
     for _ in range(6):
         ready, reason = await d.node.ready()
         assert ready, reason

@@ -212,7 +212,7 @@ async def test_a_client_that_waits_for_a_peer_hears_of_its_refusal(pair: Pair) -
     p = await pair.prefill()
     d = await pair.decode(p, deadlines=replace(FAST, connect_s=30.0))
     port = p.node.bootstrap_port
-    (link,) = d.node._manager.receiver.links
+    (link,) = d.node.manager.rooms.peers.links
     link.lose(Failure("peer_lost", "the session was fenced"))
     waiting = d.node.submit(request(5))
     await p.node.socket.close()
@@ -227,7 +227,7 @@ async def test_a_client_that_waits_for_a_peer_hears_of_its_refusal(pair: Pair) -
 async def test_a_registration_cannot_be_taken_over_by_another_connection(pair: Pair) -> None:
     p = await pair.prefill()
     d = await pair.decode(p)
-    (link,) = d.node._manager.receiver.links
+    (link,) = d.node.manager.rooms.peers.links
     context = zmq.asyncio.Context()
     thief = context.socket(zmq.DEALER)
     thief.connect(f"tcp://127.0.0.1:{p.node.bootstrap_port}")

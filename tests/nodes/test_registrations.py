@@ -68,7 +68,7 @@ async def test_a_register_that_is_sent_once_more_does_not_end_a_later_registrati
     p = await pair.prefill()
     async with control_relay(f"127.0.0.1:{p.node.bootstrap_port}") as wire:
         d = await pair.decode(wire.address)
-        (link,) = d.node._manager.receiver.links
+        (link,) = d.node.manager.rooms.peers.links
         link.lose(Failure("fenced", "simulated"))
         await registered_anew(d, wire, 1)
         old = next(passed for passed in wire.seen if passed.kind == "Register")
@@ -87,7 +87,7 @@ async def test_a_prefill_node_that_restarts_is_not_held_by_an_old_register(pair:
     p = await pair.prefill()
     async with control_relay(f"127.0.0.1:{p.node.bootstrap_port}") as wire:
         d = await pair.decode(wire.address)
-        (link,) = d.node._manager.receiver.links
+        (link,) = d.node.manager.rooms.peers.links
         old = next(passed for passed in wire.seen if passed.kind == "Register")
         if is_over:
             link.lose(Failure("fenced", "simulated"))
@@ -124,7 +124,7 @@ async def test_a_probe_that_comes_once_more_is_answered_once_more_and_written_on
     async with control_relay(f"127.0.0.1:{p.node.bootstrap_port}") as wire:
         d = await pair.decode(wire.address)
         for _ in range(2):
-            d.node._manager.receiver._prober._last.clear()
+            d.node.manager.rooms.peers.prober.fresh_s = 0.0
             is_ready, reason = await d.node.ready()
             assert is_ready, reason
         earlier, last = (passed for passed in wire.seen if passed.kind == "Probe")
@@ -150,7 +150,7 @@ async def test_messages_of_an_earlier_registration_are_counted_and_left(pair: Pa
         leaving.abort()
         await until(lambda: any(passed.kind == "Abort" for passed in wire.seen))
         p.engine.gate.set()
-        (link,) = d.node._manager.receiver.links
+        (link,) = d.node.manager.rooms.peers.links
         old = [passed for passed in wire.seen if passed.kind not in ("Ping", "Register")]
         assert {passed.kind for passed in old} == {"Probe", "Reserve", "Committed", "Abort"}
         link.lose(Failure("fenced", "simulated"))

@@ -48,8 +48,8 @@ async def test_a_failure_before_the_commit_is_retried_on_another_node(pair: Pair
     assert first.room == second.room == route.room
     assert second.epoch > first.epoch, "a new reservation attempt"
     await until(lambda: all(all_free(side) for side in (bad, good, d)))
-    assert not d.node._manager.works
-    assert not d.node._manager.rooms
+    assert not d.node.manager.reqs
+    assert not d.node.manager.by_room
 
 
 async def test_the_second_failure_is_the_clients(pair: Pair) -> None:
@@ -103,7 +103,7 @@ async def test_an_abort_reaches_the_second_attempt(pair: Pair) -> None:
         await generation.route()
     slow.engine.gate.set()
     await until(lambda: all(all_free(side) for side in (bad, slow, d)))
-    assert not d.node._manager.works
+    assert not d.node.manager.reqs
 
 
 async def test_nothing_is_retried_after_a_commit(pair: Pair) -> None:
@@ -111,8 +111,8 @@ async def test_nothing_is_retried_after_a_commit(pair: Pair) -> None:
     d = await pair.decode(first, second)
     generation = d.node.submit(request(300, max_tokens=400))
     await generation.route()
-    (work,) = d.node._manager.works.values()
-    d.node.on_engine_event(ComputeFailed(work.key, Failure("engine_error", "broken while decoding")))
+    (req,) = d.node.manager.reqs.values()
+    d.node.on_engine_event(ComputeFailed(req.key, Failure("engine_error", "broken while decoding")))
     with pytest.raises(RequestFailed, match="broken while decoding"):
         [output async for output in generation]
     assert second.engine.prefilled == []
@@ -158,7 +158,7 @@ async def test_a_retry_waits_for_memory_but_not_for_a_node_that_is_gone(
     with monkeypatch.context() as patched:
         ignored = deaf_to(bad, Abort | Rejected, patched)
         generation = d.node.submit(request(270))
-        await until(lambda: len(d.node._manager.queue) == 1)
+        await until(lambda: len(d.node.manager.queue) == 1)
         assert d.node.server_info()["quarantine"][0]["code"] == "component_mismatch"
         assert d.metric("pd_quarantine_oldest_seconds") > 0
         await pair.stop(good)
@@ -197,7 +197,7 @@ async def test_a_full_decode_node_refuses_at_once(pair: Pair) -> None:
     with pytest.raises(RequestFailed, match="2 requests wait for a slot and pages already") as caught:
         d.node.submit(request(20, seed=4))
     assert (caught.value.kind, caught.value.code) == ("unavailable", "overloaded")
-    assert len(d.node._manager.works) == 3, "nothing is left of it"
+    assert len(d.node.manager.reqs) == 3, "nothing is left of it"
     d.engine.gate.set()
     for generation in accepted:
         assert [output async for output in generation]
@@ -208,9 +208,9 @@ async def test_a_request_behind_one_that_was_given_up_need_not_wait_for_a_third(
     d.engine.gate.clear()
     occupant = d.node.submit(request(9, max_tokens=2000))
     too_long, short = d.node.submit(request(2000)), d.node.submit(request(5))
-    assert len(d.node._manager.queue) == 2
+    assert len(d.node.manager.queue) == 2
     too_long.abort()
-    await until(lambda: not d.node._manager.queue)
+    await until(lambda: not d.node.manager.queue)
     occupant.abort()
     d.engine.gate.set()
     assert [t async for o in short for t in o.token_ids] == expected(request(5))

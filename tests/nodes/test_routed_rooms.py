@@ -111,8 +111,8 @@ async def test_the_sampling_is_the_decode_node_s(pair: Pair) -> None:
     at_d = d.node.submit(asked)
     p.node.submit(replace(asked, sampling=replace(asked.sampling, max_tokens=1)))
     await until(lambda: p.counts()["slots"]["reserved"] == 1)
-    ((req_at_p,), (work_at_d,)) = p.node.manager.reqs.values(), d.node._manager.works.values()
-    assert req_at_p.request.sampling == work_at_d.request.sampling
+    ((req_at_p,), (req_at_d,)) = p.node.manager.reqs.values(), d.node.manager.reqs.values()
+    assert req_at_p.request.sampling == req_at_d.request.sampling
     assert req_at_p.request.sampling.seed is not None, "both must draw the same numbers"
     p.engine.gate.set()
     assert tokens(await outputs(at_d)) == expected(asked)

@@ -111,7 +111,7 @@ async def test_a_waiting_room_outlives_the_registration_that_it_was_told_in(pair
     at_d = d.node.submit(asked)
     at_p = p.node.submit(asked) if waits_for == "memory" else None
     await until(lambda: n_unpaired(p) == 1 if at_p is None else p.node.manager.routed_rooms.have_met(7))
-    (link,) = d.node._manager.receiver.links
+    (link,) = d.node.manager.rooms.peers.links
     link.lose(Failure("fenced", "simulated"))
     await until(lambda: [peer["registration"] for peer in p.node.server_info()["peers"]] == [2])
     at_p = at_p or p.node.submit(asked)

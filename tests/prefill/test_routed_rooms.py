@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from server.decode.routed_rooms import TELL_S
-from server.decode.routed_rooms import RoutedRooms as DecodeRoutedRooms
-from server.engine.request import GenerationRequest, RoutedRoom
+from server.engine.request import RoutedRoom
 from server.failure import Failure, RequestFailed
 from server.prefill.decode_peer import DecodePeer
 from server.prefill.routed_rooms import REMEMBER_S, RoutedRooms
-from server.transfer.protocol import Abort, AnyMessage, Failed, Registration, RequestArrived, Waiting, room_ids
+from server.transfer.protocol import AnyMessage, Failed, Registration, RequestArrived, Waiting, room_ids
 from server.transfer.rooms import Heartbeat, RoomKey, Tombstones
 from tests.nodes.support import FakeTokenizer, request
 from tests.transfer.support import make_manifest
@@ -199,71 +196,3 @@ def test_what_waited_in_a_registration_that_is_over_is_sent_anew() -> None:
     assert halves.invited == []
     halves.decode(1, later)
     assert halves.invited == [1]
-
-
-# --- the decode node's side -------------------------------------------------------------------------------------------
-
-
-class FakeLink:
-    address = "127.0.0.1:1"
-    reason = "simulated"
-    coming_back = True
-
-    def __init__(self) -> None:
-        self.registration: Registration | None = NOW
-        self.sent: list[AnyMessage] = []
-
-    def send(self, message: AnyMessage) -> None:
-        self.sent.append(message)
-
-
-def waiting_work(link: FakeLink) -> Any:
-    asked: GenerationRequest = ASKED
-    return SimpleNamespace(key=RoomKey(ROOM, 3, NOW.decode), link=link, request=asked)
-
-
-def test_a_waiting_room_is_told_at_once_every_second_and_in_every_registration() -> None:
-    link, now = FakeLink(), [0.0]
-    rooms, work = DecodeRoutedRooms(PAIR_S, clock=lambda: now[0]), waiting_work(link)
-    for now[0] in (0.0, TELL_S / 2, TELL_S, TELL_S + 0.1):
-        assert rooms.tick([work]) == []
-    assert link.sent == [waiting(3)] * 2
-    assert rooms.request_arrived(work.key)
-    assert rooms.is_paired(work)
-    link.registration = None
-    assert rooms.tick([work]) == [], "the peer comes back"
-    assert not rooms.is_paired(work)
-    link.registration = later = NOW._replace(number=2)
-    assert rooms.tick([work]) == []
-    assert link.sent[2:] == [waiting(3, later)]
-    assert not rooms.is_paired(work), "that was said in another registration"
-    rooms.given_up(work, "bye")
-    assert link.sent[3:] == [Abort(**room_ids(later, ROOM, 3), reason="bye")]
-    assert not rooms.request_arrived(work.key)
-
-
-@pytest.mark.parametrize("is_paired", [False, True])
-def test_a_waiting_room_without_its_other_half_ends_by_the_deadline(is_paired: bool) -> None:
-    link, now = FakeLink(), [0.0]
-    rooms, work = DecodeRoutedRooms(PAIR_S, clock=lambda: now[0]), waiting_work(link)
-    rooms.tick([work])
-    if is_paired:
-        rooms.request_arrived(work.key)
-    now[0] = PAIR_S + 0.1
-    ended = rooms.tick([work])
-    assert len(ended) == (not is_paired), "a room that waits for memory alone has no such deadline"
-    for _, failure in ended:
-        assert (failure.code, failure.kind) == ("deadline", "deadline")
-        assert f"room {ROOM}" in failure.reason
-
-
-def test_a_waiting_room_ends_when_its_prefill_node_has_restarted_or_is_gone() -> None:
-    link = FakeLink()
-    rooms, work = DecodeRoutedRooms(PAIR_S), waiting_work(link)
-    rooms.tick([work])
-    link.registration = NOW._replace(prefill="e" * 32, number=2)
-    ((_, failure),) = rooms.tick([work])
-    assert failure.code == "peer_lost"
-    link.registration, link.coming_back = None, False
-    ((_, failure),) = rooms.tick([work])
-    assert (failure.code, failure.kind) == ("no_prefill", "unavailable")

@@ -11,6 +11,7 @@ import msgspec
 
 from server.cache.handoff import prompt_hash
 from server.cache.layout import Placement
+from server.decode.request import Announced
 from server.decode.room import (
     Commit,
     DecodeAction,
@@ -25,8 +26,8 @@ from server.decode.room import (
     Verified,
     Verify,
 )
-from server.decode.routed_rooms import RoutedRooms
-from server.engine.request import GenerationRequest, RoutedRoom
+from server.decode.routed_rooms import announce, is_paired, withdraw
+from server.engine.request import GenerationRequest, RoutedRoom, TokenLogprob
 from server.failure import Failure
 from server.transfer.protocol import (
     Abort,
@@ -73,6 +74,7 @@ class Client:
     key: RoomKey
     request: GenerationRequest
     link: SimulatedDecode
+    announced: Announced | None = None
     room: DecodeRoom | None = None
     session: int = 0
     placement: Placement | None = None
@@ -107,7 +109,6 @@ class SimulatedDecode:
         self._clients: dict[RoomKey, Client] = {}
         self._waiting: deque[Client] = deque()
         self._over: list[Client] = []
-        self._named = RoutedRooms(self._world.deadlines.pair_s, clock=lambda: self._world.now)
         self._number = 0
         self._session = 0
         self._prefill: str | None = None
@@ -224,13 +225,13 @@ class SimulatedDecode:
 
     def _admit(self) -> None:
         for client in list(self._waiting):
-            if self._prefill is None or (client.is_routed and not self._named.is_paired(client)):  # type: ignore[arg-type]
+            if self._prefill is None or (client.is_routed and not is_paired(client)):  # type: ignore[arg-type]
                 continue
             placement = self.memory.reserve(client.key, self._session)
             if placement is None:
                 return
             self._waiting.remove(client)
-            self._named.opened(client.key)
+            client.announced = None
             self._open(client, placement)
 
     def _open(self, client: Client, placement: Placement) -> None:
@@ -264,16 +265,16 @@ class SimulatedDecode:
         self._admit()
 
     def _tell_waiting(self) -> None:
-        for client, _ in self._named.tick(list(self._waiting)):  # type: ignore[arg-type]
-            self._end_waiting(client, "simulated")  # type: ignore[arg-type]
+        pair_s, now = self._world.deadlines.pair_s, self._world.now
+        for client in [client for client in self._waiting if announce(client, pair_s, now) is not None]:  # type: ignore[arg-type]
+            self._end_waiting(client, "simulated")
 
     def _end_waiting(self, client: Client, reason: str | None) -> None:
         """``reason`` None: the prefill node has said so itself."""
         self._waiting.remove(client)
-        if reason is None:
-            self._named.opened(client.key)
-        else:
-            self._named.given_up(client, reason)  # type: ignore[arg-type]
+        if reason is not None:
+            withdraw(client, reason)  # type: ignore[arg-type]
+        client.announced = None
         client.told += 1
         self._end(client)
 
@@ -301,7 +302,8 @@ class SimulatedDecode:
         if isinstance(message, RequestArrived):
             if client is None:
                 self.send(Abort(**ids_of(message), reason="unknown room"))
-            elif client.room is None and self._named.request_arrived(client.key):
+            elif client.room is None and client.announced is not None:
+                client.announced.is_paired = True
                 self._admit()
         elif client is not None and client.room is None and isinstance(message, FailedMessage):
             self._end_waiting(client, None)
@@ -331,7 +333,7 @@ class SimulatedDecode:
                 world.to_prefill(action.message)
             case Verify():
                 bad = Failure("component_mismatch", "simulated", "swa")
-                verified = Verified(bad if world.hits(world.weather.bad_digest) else None)
+                verified = Verified(bad if world.hits(world.weather.bad_digest) else TokenLogprob(1, 0.0))
                 life = self.life
                 world.at(
                     world.rng.uniform(0, 3.0), lambda: self._verified(client, verified) if life == self.life else None

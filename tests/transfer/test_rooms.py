@@ -16,6 +16,7 @@ from server.decode.room import (
     Verified,
     Verify,
 )
+from server.engine.request import TokenLogprob
 from server.failure import Failure, FailureKind
 from server.prefill.room import (
     Admitted,
@@ -59,6 +60,7 @@ DECODE = "b" * 32
 RESERVE = reserve()
 IDS = ids_of(RESERVE)
 DONE = Done(**IDS, n=3, sent=(), pieces=1, timings=None)  # type: ignore[arg-type]
+FIRST = TokenLogprob(1, -0.5)
 GONE = Failure("aborted", "the client is gone")
 
 
@@ -95,7 +97,7 @@ class TestDecodeRoom:
         room.handle(Reserved(**IDS), 0.1)
         room.handle(Progress(**IDS, phase=RemotePhase.PREFILL, n_computed=1), 0.2)
         assert kinds(room.handle(DONE, 0.3)) == [Verify]
-        assert kinds(room.handle(Verified(None), 0.4)) == [Commit, Committed, Forget]
+        assert kinds(room.handle(Verified(FIRST), 0.4)) == [Commit, Committed, Forget]
         assert set(room.phase_s) == {"reserve", "queued", "prefill", "verify"}
 
     def test_reserve_is_sent_again_with_back_off_until_it_is_answered(self) -> None:
@@ -138,7 +140,7 @@ class TestDecodeRoom:
         room.handle(DONE, 1.0)
         room.handle(GivenUp(GONE), 1.1)
         assert room.handle(Quiesced(**IDS), 1.2) == []
-        assert kinds(room.handle(Verified(None), 1.3)) == [Free, Forget]
+        assert kinds(room.handle(Verified(FIRST), 1.3)) == [Free, Forget]
 
     def test_a_lost_failed_is_waited_for_so_that_the_client_learns_the_reason(self) -> None:
         room = decode_room()

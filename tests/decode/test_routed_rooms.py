@@ -1,0 +1,89 @@
+"""Rooms that a router chose, while they wait on the decode node, by a clock of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from server.decode.routed_rooms import REPEAT_S, announce, is_paired, withdraw
+from server.engine.request import RoutedRoom
+from server.transfer.protocol import Abort, AnyMessage, Registration, Waiting, room_ids
+from server.transfer.rooms import RoomKey
+from tests.nodes.support import request
+
+PAIR_S = 10.0
+ROOM = 7
+NOW = Registration("a" * 32, "b" * 32, 1)
+ROUTED = replace(request(20), routed=RoutedRoom(ROOM, "127.0.0.1", 1))
+
+
+def waiting(epoch: int, registration: Registration = NOW) -> Waiting:
+    return Waiting(**room_ids(registration, ROOM, epoch))
+
+
+class FakeLink:
+    address = "127.0.0.1:1"
+    reason = "simulated"
+    coming_back = True
+
+    def __init__(self) -> None:
+        self.registration: Registration | None = NOW
+        self.sent: list[AnyMessage] = []
+
+    def send(self, message: AnyMessage) -> None:
+        self.sent.append(message)
+
+
+def waiting_request(link: FakeLink) -> Any:
+    return SimpleNamespace(key=RoomKey(ROOM, 3, NOW.decode), link=link, request=ROUTED, announced=None)
+
+
+def test_a_waiting_room_is_announced_at_once_every_second_and_in_every_registration() -> None:
+    link = FakeLink()
+    req = waiting_request(link)
+    for now in (0.0, REPEAT_S / 2, REPEAT_S, REPEAT_S + 0.1):
+        assert announce(req, PAIR_S, now) is None
+    assert link.sent == [waiting(3)] * 2
+    assert not is_paired(req)
+    req.announced.is_paired = True
+    assert is_paired(req)
+    link.registration = None
+    assert announce(req, PAIR_S, now) is None, "the peer comes back"
+    assert not is_paired(req)
+    link.registration = later = NOW._replace(number=2)
+    assert announce(req, PAIR_S, now) is None
+    assert link.sent[2:] == [waiting(3, later)]
+    assert not is_paired(req), "that was said in another registration"
+    withdraw(req, "bye")
+    assert link.sent[3:] == [Abort(**room_ids(later, ROOM, 3), reason="bye")]
+
+
+@pytest.mark.parametrize("has_both", [False, True])
+def test_a_waiting_room_without_its_other_half_ends_by_the_deadline(has_both: bool) -> None:
+    req = waiting_request(FakeLink())
+    assert announce(req, PAIR_S, 0.0) is None
+    req.announced.is_paired = has_both
+    failure = announce(req, PAIR_S, PAIR_S + 0.1)
+    if has_both:
+        assert failure is None, "a room that waits for memory alone has no such deadline"
+    else:
+        assert failure is not None
+        assert (failure.code, failure.kind) == ("deadline", "deadline")
+        assert f"room {ROOM}" in failure.reason
+
+
+def test_a_waiting_room_ends_when_its_prefill_node_has_restarted_or_is_gone() -> None:
+    link = FakeLink()
+    req = waiting_request(link)
+    announce(req, PAIR_S, 0.0)
+    link.registration = NOW._replace(prefill="e" * 32, number=2)
+    failure = announce(req, PAIR_S, 0.0)
+    assert failure is not None
+    assert failure.code == "peer_lost"
+    link.registration, link.coming_back = None, False
+    failure = announce(req, PAIR_S, 0.0)
+    assert failure is not None
+    assert (failure.code, failure.kind) == ("no_prefill", "unavailable")
