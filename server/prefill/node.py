@@ -44,17 +44,21 @@ class PrefillSettings(NodeSettings):
 
 
 class PrefillNode(BaseNode):
-    """Computes prompts and pushes their state to decode nodes. It is built in the event loop that it lives in."""
+    """Computes prompts and pushes their state to decode nodes. It is built in the event loop that it lives in.
+
+    ``manager`` has its rooms, ``bootstrap`` its registrations (from :meth:`start` on), ``socket`` its connections.
+    """
 
     role = "prefill"
-    _manager: PrefillRoomManager
+    bootstrap: Bootstrap | None = None
 
     def __init__(self, settings: PrefillSettings, context: NodeContext) -> None:
         super().__init__(settings, context)
         self._settings = settings
-        self._socket: BootstrapSocket | None = None
-        self._bootstrap: Bootstrap | None = None
-        self._manager = manager = PrefillRoomManager(settings, context)
+        self.manager = manager = PrefillRoomManager(settings, context)
+        self.socket = BootstrapSocket(
+            settings.guard, context.metrics, settings.deadlines.register_s, Outbox(context.faults)
+        )
         context.metrics.watch(
             context.allocator,
             queued=lambda: manager.n_waiting,
@@ -65,7 +69,7 @@ class PrefillNode(BaseNode):
     @property
     def bootstrap_port(self) -> int:
         """The port that decode nodes connect to; 0 before :meth:`start`."""
-        return self._socket.port if self._socket is not None else 0
+        return self.socket.port
 
     async def _open(self) -> None:
         """Tries the transport and opens the bootstrap port. Raises what either raises."""
@@ -83,35 +87,15 @@ class PrefillNode(BaseNode):
             spec_tokens=settings.spec_tokens,
             components=layout.names,
         )
-        self._socket = socket = BootstrapSocket(
-            settings.guard, context.metrics, settings.deadlines.register_s, Outbox(context.faults)
+        self.bootstrap = bootstrap = Bootstrap(
+            manifest, self.manager, self.socket, settings.deadlines, context.metrics, clock=context.clock
         )
-        self._bootstrap = bootstrap = Bootstrap(
-            manifest, self._manager, socket, settings.deadlines, context.metrics, clock=context.clock
+        await self.socket.start(
+            bootstrap, settings.bootstrap_host, settings.bootstrap_port, settings.bootstrap_listener
         )
-        await socket.start(bootstrap, settings.bootstrap_host, settings.bootstrap_port, settings.bootstrap_listener)
         bootstrap.start()
-        self._manager.routed_rooms.address = join_address(settings.bootstrap_host, socket.port)
-        self._supervisor.watch(lambda: [*socket.tasks, *bootstrap.tasks, *self._manager.threads])
-
-    @property
-    def manager(self) -> PrefillRoomManager:
-        """The node's rooms."""
-        return self._manager
-
-    @property
-    def bootstrap(self) -> Bootstrap:
-        """Its registrations. Raises :class:`RuntimeError` before :meth:`start`."""
-        if self._bootstrap is None:
-            raise RuntimeError("the prefill node is not running yet")
-        return self._bootstrap
-
-    @property
-    def socket(self) -> BootstrapSocket:
-        """What decode nodes are connected to. Raises :class:`RuntimeError` before :meth:`start`."""
-        if self._socket is None:
-            raise RuntimeError("the prefill node is not running yet")
-        return self._socket
+        self.manager.routed_rooms.address = join_address(settings.bootstrap_host, self.socket.port)
+        self._supervisor.watch(lambda: [*self.socket.tasks, *bootstrap.tasks, *self.manager.threads])
 
     async def _inform_peers(self) -> None:
         """Keeps the connections open until every room's end is known, at most :data:`_KNOWN_S`.
@@ -119,50 +103,49 @@ class PrefillNode(BaseNode):
         ZMQ drops what a decode node has received and not yet read when the connection breaks: it would take this node
         for one that fell silent. What is lost is sent again by the ticker.
         """
-        clock, reqs = self._context.clock, self._manager.reqs
+        clock, reqs = self._context.clock, self.manager.reqs
         give_up = clock() + _KNOWN_S
         while clock() < give_up and not all(req.room.is_known for req in reqs.values()):  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
 
     async def _close(self) -> None:
-        await self._manager.close()
-        if self._socket is not None:
-            await self._socket.close()
-        if self._bootstrap is not None:
-            await self._bootstrap.close()
+        await self.manager.close()
+        await self.socket.close()
+        if self.bootstrap is not None:
+            await self.bootstrap.close()
 
     @property
     def busy(self) -> bool:
         """Whether a room is not over yet."""
-        return bool(self._manager.reqs)
+        return bool(self.manager.reqs)
 
     def submit(self, request: GenerationRequest) -> NodeGeneration:
         """Takes a request whose room a router chose; the answer is its first token, when a decode node has the rest.
 
         Raises :class:`RequestFailed`.
         """
-        return self._manager.submit(request)
+        return self.manager.submit(request)
 
     async def _ready(self) -> tuple[bool, str]:
         """Whether rooms are taken and the last probe write into every registered decode node arrived there.
 
         Decode nodes ask for the probes. Before one is registered, and before its first probe, it is ready.
         """
-        if self._manager.refusing is not None:
-            return False, self._manager.refusing.reason
-        passed, reason = self._manager.probes.ready(self._manager.senders)
+        if self.manager.refusing is not None:
+            return False, self.manager.refusing.reason
+        passed, reason = self.manager.probes.ready(self.manager.senders)
         return passed, reason or "no decode node is registered yet"
 
     def _counts(self) -> tuple[int, int]:
-        n_http = self._manager.routed_rooms.n_http
-        return len(self._manager.reqs) + n_http, self._manager.n_waiting + n_http
+        n_http = self.manager.routed_rooms.n_http
+        return len(self.manager.reqs) + n_http, self.manager.n_waiting + n_http
 
     def _info(self) -> dict[str, Any]:
-        manager = self._manager
+        manager = self.manager
         return {
             "bootstrap_port": self.bootstrap_port,
             "waiting": manager.n_waiting,
-            "refused": self._bootstrap.refused() if self._bootstrap is not None else [],
+            "refused": self.bootstrap.refused() if self.bootstrap is not None else [],
             "unpaired": {"http": manager.routed_rooms.n_http, "rooms": manager.routed_rooms.n_decode},
             "peers": [
                 {
