@@ -1,4 +1,4 @@
-"""Trains, measures and exports the tiny DeepSeek-V4 under `server/assets/tiny-dsv4`; the commands are in `tiny/`."""
+"""The tiny DeepSeek-V4 under `server/assets/tiny-dsv4`: training, measures, export; see `tiny/commands.py`."""
 
 import os
 

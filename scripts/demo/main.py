@@ -28,7 +28,7 @@ from cluster import (
     StopSignals,
     require_free_port,
 )
-from evaluation.client import Answer, Endpoint, ServerDied, ask
+from evaluation.client import Answer, Endpoint, ServerDied, accept_length, ask
 from evaluation.questions import STOP, Problem, bundled_questions
 
 MODEL = ROOT / "server" / "assets" / "tiny-dsv4"
@@ -52,11 +52,11 @@ class Proof:
         answer = self.answer
         parts = ", ".join(f"{name} {n:,}" for name, n in self.nbytes.items() if n)
         ttft_s = answer.total_s if answer.ttft_s is None else answer.ttft_s
-        accept_length = 1 + answer.accepted / answer.draft_steps if answer.draft_steps else None
+        length = accept_length([answer])
         return (
             f"proof: prefill {answer.prefill} computed the {answer.prompt_tokens} prompt tokens (room {answer.room}), "
             f"Mooncake moved {sum(self.nbytes.values()):,} bytes ({parts}), TTFT {ttft_s * 1e3:.0f} ms"
-            + (f", {accept_length:.2f} tokens a decode step" if accept_length else "")
+            + (f", {length:.2f} tokens a decode step" if length else "")
         )
 
 

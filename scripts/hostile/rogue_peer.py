@@ -38,7 +38,6 @@ from server.transfer.protocol import (
     Writes,
     decode,
     encode,
-    ids_of,
     pack_tokens,
     room_ids,
 )
@@ -99,20 +98,20 @@ class RoguePeer:
         except TimeoutError:
             raise RogueFailed(f"no {kind.__name__} within {timeout_s:g} s") from None
 
-    def reserve(self, prompt: Sequence[int], room: int = 1, epoch: int = 1, **changes: Any) -> RoomIds:
-        """Asks for ``prompt``; its room's ids. ``changes`` are fields of ``Reserve``."""
+    def reserve(self, prompt: Sequence[int], room: int = 1) -> RoomIds:
+        """Asks for ``prompt``; its room's ids."""
+        ids = room_ids(Registration(self.prefill, self.manifest.incarnation, REGISTRATION), room, 1)
         sampling = Sampling(4, 0, 0.0, 1.0, 0, None, (), (), True, None)
-        fields: dict[str, Any] = {
-            **room_ids(Registration(self.prefill, self.manifest.incarnation, REGISTRATION), room, epoch),
-            "slot": 1,
-            "pages": tuple(range(1, 1 + -(-len(prompt) // self.manifest.page_size))),
-            "components": tuple(entry.name for entry in self.manifest.components),
-            "request": RoomRequest(f"rogue-{room}", pack_tokens(prompt), sampling),
-            "silence_s": 30.0,
-        }
-        message = Reserve(**{**fields, **changes})
-        self.send(message)
-        return ids_of(message)
+        reserve = Reserve(
+            **ids,
+            slot=1,
+            pages=tuple(range(1, 1 + -(-len(prompt) // self.manifest.page_size))),
+            components=tuple(entry.name for entry in self.manifest.components),
+            request=RoomRequest(f"rogue-{room}", pack_tokens(prompt), sampling),
+            silence_s=30.0,
+        )
+        self.send(reserve)
+        return ids
 
     async def refusal(self, ids: RoomIds, timeout_s: float) -> Failed:
         """How the prefill node fails the room; the room is ended on both sides when this returns."""

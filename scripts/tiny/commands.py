@@ -1,4 +1,4 @@
-"""The commands of `scripts/train_tiny.py`.
+"""Trains, measures and exports the tiny DeepSeek-V4 under `server/assets/tiny-dsv4`.
 
 python scripts/train_tiny.py train        # resumes where it stopped; exports when done
 python scripts/train_tiny.py eval         # accuracy, healthy and with state zeroed before the decode
@@ -33,10 +33,7 @@ ASSETS = Path(__file__).resolve().parents[2] / "server" / "assets"
 SEED = 0
 MOST_DRAFTED = 3
 
-HELP = "Trains, measures and exports the tiny DeepSeek-V4 under `server/assets/tiny-dsv4`.\n\n" + "\n".join(
-    __doc__.splitlines()[2:]
-)
-app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 console = Console()
 
 Checkpoint = Annotated[Path, typer.Option(help="The checkpoint folder to write or read.")]

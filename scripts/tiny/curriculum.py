@@ -70,25 +70,9 @@ STAGES = (
         most_prices=4,
         most_weights=1,
     ),
-    Stage(
-        "few-shot, 512 tokens",
-        n_steps=450,
-        mixture=DRILLED,
-        modes={DENSE: 0.5, TEACH: 0.5},
-        recall_help=0.5,
-    ),
-    Stage(
-        "selected entries",
-        n_steps=460,
-        mixture=DRILLED,
-        modes={TEACH: 0.3, SELECT: 0.7},
-    ),
-    Stage(
-        "few-shot, selected entries",
-        n_steps=420,
-        mixture=MIXED,
-        modes={TEACH: 0.3, SELECT: 0.7},
-    ),
+    Stage("few-shot, 512 tokens", n_steps=450, mixture=DRILLED, modes={DENSE: 0.5, TEACH: 0.5}, recall_help=0.5),
+    Stage("selected entries", n_steps=460, mixture=DRILLED, modes={TEACH: 0.3, SELECT: 0.7}),
+    Stage("few-shot, selected entries", n_steps=420, mixture=MIXED, modes={TEACH: 0.3, SELECT: 0.7}),
     Stage(
         "few-shot, 1024 tokens",
         n_steps=60,

@@ -45,9 +45,12 @@ _REFUSED_REMEMBERED = 16
 class Bootstrap:
     """One :class:`DecodePeer` per registration, for ``manager``. Lives in the event loop.
 
-    Its ports, so that a simulation can drive it without a network: it says everything through ``socket`` and is told
-    by :meth:`on_frames` (or :meth:`on_message`, decoded) and :meth:`on_disconnected` what comes in. ``clock`` in
-    seconds; ``is_refused`` says of a transport session's ``host:port`` whether nobody listens there any more.
+    Its ports, so that a simulation can drive it without a network:
+
+    - messages go out by ``socket`` and come in by :meth:`on_frames` (or, decoded, by :meth:`on_message`); a connection
+      that broke is reported to :meth:`on_disconnected`;
+    - ``is_refused`` says of a transport session's ``host:port`` whether nobody listens there any more;
+    - time is ``clock``, in seconds, and the event loop's.
     """
 
     def __init__(

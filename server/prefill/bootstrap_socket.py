@@ -53,7 +53,7 @@ class BootstrapSocket:
 
     async def start(self, bootstrap: Bootstrap, host: str, port: int, listener: TcpSocket | None = None) -> None:
         """Binds, or takes over ``listener``, which listens there already; ``port`` 0 takes a free one. ``bootstrap``
-        gets every message from now on, and hears which connections break.
+        gets every message from now on, and every connection that breaks.
 
         Raises :class:`zmq.ZMQError` if the address is not to be had.
         """

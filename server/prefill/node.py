@@ -50,6 +50,7 @@ class PrefillNode(BaseNode):
     """
 
     role = "prefill"
+    manager: PrefillRoomManager
     bootstrap: Bootstrap | None = None
 
     def __init__(self, settings: PrefillSettings, context: NodeContext) -> None:

@@ -137,7 +137,7 @@ class RoutedRooms:
     def submit(self, request: GenerationRequest) -> NodeGeneration:
         """Takes a request that came over HTTP, for the room it names.
 
-        Raises :class:`RequestFailed`: 400 without a room, 409 for one that another request has, and whatever the decode
+        Raises :class:`RequestFailed` without a room, for one that another request has, and with whatever the decode
         node's half of the room has failed with.
         """
         if request.routed is None:

@@ -225,7 +225,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 class Waiting(RoomMessage, frozen=True, tag="Waiting"):
-    """D -> P, at once and then every second while a room that a router named has no memory on D: a sign of life."""
+    """D -> P, at once and then every second while a room that a router chose has no memory on D: a sign of life."""
 
 
 class RequestArrived(RoomMessage, frozen=True, tag="RequestArrived"):

@@ -47,7 +47,7 @@ class Deadlines:
     - ``connect_s``: no connection to a peer; a living peer registers anew (restart, fence), until then D's queue waits
       for it. ``register_s``: a connected peer does not answer ``Register``.
     - ``admission_s``: D's own queue does not move. ``reserve_s``: P does not answer a ``Reserve``.
-    - ``pair_s``: of the two halves of a room that a router named, D's and P's HTTP request, one does not come.
+    - ``pair_s``: of the two halves of a room that a router chose, D's and P's HTTP request, one does not come.
     - ``queued_s``, ``prefill_s``, ``transfer_s``: D hears nothing of the room, or P's queue, engine or sender does not
       move.
     - ``commit_s``: P's ``Done`` is not answered, or D's digests do not end.

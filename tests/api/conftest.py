@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 from server.api import create_app
 from server.api.streaming import StreamTimes
 from server.engine.tokenizer import Tokenizer
-from tests.api.byte_bpe import write_tokenizer_dir
 from tests.api.fakes import FakeBackend
+from tests.support.byte_bpe import write_tokenizer_dir
 from tests.support.http import http_server_thread
 
 

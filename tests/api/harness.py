@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from server.api import create_app
 from server.engine.tokenizer import Tokenizer
-from tests.api.byte_bpe import write_tokenizer_dir
 from tests.api.fakes import FakeBackend
+from tests.support.byte_bpe import write_tokenizer_dir
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

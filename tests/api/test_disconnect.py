@@ -16,8 +16,8 @@ from server.api.lanes import Lane, LaneLimits, Lanes
 from server.engine.request import GenerationRequest
 from tests.api.fakes import FakeBackend
 from tests.api.harness import COMPLETIONS, JSON, WITHIN_S, until
-from tests.api.raw_http import RawConnection, post_json
 from tests.support.http import http_server_thread
+from tests.support.raw_http import RawConnection, post_json
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from fastapi import FastAPI
 
 from server.engine.tokenizer import Tokenizer
 from server.failure import Failure, RequestFailed
-from tests.api.byte_bpe import write_tokenizer_dir
 from tests.api.fakes import FakeBackend
 from tests.api.harness import CHAT, COMPLETIONS, HELLO, MINIMAL, chat, client_of, complete, error_of, events, post
+from tests.support.byte_bpe import write_tokenizer_dir
 
 WRONG_FIELDS = [
     ("max_tokens", 0),

@@ -21,8 +21,8 @@ from server.api.http_limits import SMALL_BODY_NBYTES, HttpLimits, Refusal
 from server.engine.tokenizer import Tokenizer
 from tests.api.fakes import FakeBackend
 from tests.api.harness import until
-from tests.api.raw_http import ANSWERED_WITHIN_S, Echo, RawConnection, chunk, head, post, post_json
 from tests.support.http import http_server_thread
+from tests.support.raw_http import ANSWERED_WITHIN_S, Echo, RawConnection, chunk, head, post, post_json
 
 SMALL = HttpLimits(max_head_nbytes=2000, max_headers=20, max_url_nbytes=200, max_body_nbytes=10_000)
 KEY = "sk-1234567890"

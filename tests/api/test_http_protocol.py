@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tests.api.raw_http import Echo, RawConnection, chunk, head, post
 from tests.support.http import http_server_thread
+from tests.support.raw_http import Echo, RawConnection, chunk, head, post
 
 
 @pytest.fixture(scope="module")

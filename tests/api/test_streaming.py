@@ -19,8 +19,8 @@ from server.api.streaming import StreamTimes
 from server.failure import Failure, RequestFailed
 from tests.api.fakes import ANSWER, FakeBackend
 from tests.api.harness import COMPLETIONS, MINIMAL, WITHIN_S, until
-from tests.api.raw_http import RawConnection, post_json
 from tests.support.http import http_server_thread
+from tests.support.raw_http import RawConnection, post_json
 
 PATIENT = StreamTimes(head_s=60.0, comment_s=60.0)
 HASTY = StreamTimes(head_s=0.05, comment_s=0.05)

@@ -22,11 +22,11 @@ from server.api.lanes import Lane, LaneLimits, Lanes
 from server.api.tokenizing import INLINE_CHARS, THREAD_CHARS
 from server.engine.tokenizer import Tokenizer
 from server.engine.tokenizer_process import EncodingJob, TokenizerProcess
-from tests.api.byte_bpe import write_tokenizer_dir
 from tests.api.fakes import FakeBackend
 from tests.api.harness import COMPLETIONS, WITHIN_S, chat, client_of, complete, error_of, until_async
-from tests.api.raw_http import RawConnection, post_json
+from tests.support.byte_bpe import write_tokenizer_dir
 from tests.support.chat import chat_ids
+from tests.support.raw_http import RawConnection, post_json
 
 SHORT, MIDDLE, LONG = "How many?", "Tom has 12 " * 1000, "Tom has 12 " * 8000
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from cluster import Node, Pair, until
 
-from tests.api.raw_http import RawConnection, head
 from tests.support.processes import process_pair, running_node
+from tests.support.raw_http import RawConnection, head
 
 API_KEY = "sk-of-the-test"
 KNOWN_S = 5.0

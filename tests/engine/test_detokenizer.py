@@ -13,7 +13,7 @@ from tokenizers import decoders, models
 
 from server.engine.detokenizer import REPLACEMENT, Detokenizer
 from server.engine.tokenizer import Tokenizer
-from tests.api.byte_bpe import write_tokenizer_dir
+from tests.support.byte_bpe import write_tokenizer_dir
 from tests.support.checkpoints import BUNDLED
 
 

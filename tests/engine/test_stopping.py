@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from server.engine.request import FinishReason, SamplingParams, TokenLogprob, TokenOutput
 from server.engine.stopping import OutputProcessor, StopStrings
 from server.engine.tokenizer import Tokenizer
-from tests.api.byte_bpe import write_tokenizer_dir
+from tests.support.byte_bpe import write_tokenizer_dir
 
 EOS = 1
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from server.engine.tokenizer import Tokenizer, sampling_defaults
 from server.failure import RequestFailed
-from tests.api.byte_bpe import BOS, CHAT_TEMPLATE, write_tokenizer_dir
+from tests.support.byte_bpe import BOS, CHAT_TEMPLATE, write_tokenizer_dir
 from tests.support.chat import chat_ids
 
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from server.engine.tokenizer import Tokenizer
 from server.engine.tokenizer_bound import chars_per_token
 from server.node.options import BUNDLED_MODEL
-from tests.api.byte_bpe import write_tokenizer_dir
+from tests.support.byte_bpe import write_tokenizer_dir
 
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 SPLIT = {"type": "Split", "pattern": {"Regex": "\\s+"}, "behavior": "Isolated", "invert": False}
