@@ -17,8 +17,8 @@ from pathlib import Path
 
 from cluster import Cluster, Node
 from cluster.node import ROOT
+from walk import recorder
 from walk.page import Page
-from walk.recorder import read
 from walk.way import Counts, Way, Window, differences
 
 PAGE = ROOT / "docs" / "lifecycle.md"
@@ -31,7 +31,7 @@ def record(folder: Path) -> Way:
     """Starts a pair, leaves it idle, asks one question, and ends it: what ran for the question."""
     nodes: list[Node] = []
     for role, options in (("prefill", ()), ("decode", ("--spec-tokens", "2"))):
-        program = [sys.executable, "-m", "walk.recorder", str(folder / f"{role}.json"), f"server.{role}"]
+        program = [sys.executable, recorder.__file__, str(folder / f"{role}.json"), f"server.{role}"]
         more = ("--prefill", nodes[0].address, *options) if nodes else ()
         nodes.append(Node(role, folder / f"{role}.log", *more, program=program))
     decode = nodes[1]
@@ -45,7 +45,7 @@ def record(folder: Path) -> Way:
         decode.http.post("/v1/completions", json=BODY).raise_for_status()
         time.sleep(IDLE_S / 3)  # both nodes give the request's memory back
         request = Window(begin, time.monotonic_ns())
-    recorded = {"P": read(folder / "prefill.json"), "D": read(folder / "decode.json")}
+    recorded = {"P": recorder.read(folder / "prefill.json"), "D": recorder.read(folder / "decode.json")}
     return Way.of(recorded, idle, request)
 
 
