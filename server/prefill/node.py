@@ -50,12 +50,13 @@ class PrefillNode(BaseNode):
     """
 
     role = "prefill"
+    manager: PrefillRoomManager
     bootstrap: Bootstrap | None = None
 
     def __init__(self, settings: PrefillSettings, context: NodeContext) -> None:
         super().__init__(settings, context)
         self._settings = settings
-        self.manager = self._manager = manager = PrefillRoomManager(settings, context)
+        self.manager = manager = PrefillRoomManager(settings, context)
         self.socket = BootstrapSocket(
             settings.guard, context.metrics, settings.deadlines.register_s, Outbox(context.faults)
         )

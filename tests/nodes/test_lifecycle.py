@@ -13,7 +13,6 @@ import pytest
 
 from server.decode.room import DecodeRoom
 from server.failure import RequestFailed
-from server.node.supervisor import Supervisor
 from server.prefill.kv_sender import SendJob
 from server.transfer.engines.base import EngineClosed, TransferError
 from server.transfer.engines.loopback import Fault, LoopbackEngine
@@ -208,20 +207,6 @@ async def test_a_node_that_dies_tells_its_clients_why(pair: Pair, monkeypatch: p
         await generation.route()
     assert (caught.value.kind, caught.value.code) == ("unavailable", "node_died")
     assert not d.node.alive()[0], "also after the end"
-
-
-def test_the_first_death_is_the_reason_and_an_orderly_end_is_none() -> None:
-    supervisor, threads = Supervisor(), [threading.Thread(target=print, name=name) for name in ("first", "second")]
-    supervisor.watch(lambda: threads)
-    for thread in threads:
-        thread.start()
-        thread.join()
-    assert supervisor.look() == "the thread 'first' has ended"
-    assert supervisor.look() == "the thread 'first' has ended"
-    orderly = Supervisor()
-    orderly.watch(lambda: threads)
-    orderly.end()
-    assert orderly.look() == ""
 
 
 # --- one room ---
