@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
-
 from cluster import Node
+
 from server.cache.layout import ArenaLayout
 from server.cache.specs import CacheGeometry
 from server.model.config import load_config
