@@ -71,7 +71,7 @@ class DecodePorts:
 
     - ``make_dialer`` makes the connection to a prefill node: a ZMQ socket.
     - ``transport_threads`` run the blocking calls of the transport endpoints (``NodeContext.make_transport``).
-    - ``verify`` checks what has arrived, but for the checks that a fault skips: in threads.
+    - ``verify`` makes the checks of what has arrived, but for those it is told to skip: in threads.
     """
 
     make_dialer: MakeDialer | None = None
