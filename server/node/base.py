@@ -153,7 +153,7 @@ class BaseNode(ABC):
             "page_size": context.arena.layout.page_size,
             **self._facts,
             "control_plane_takes": self._guard_rule,
-            "faults": context.faults.describe(),
+            "faults": context.hooks.describe(),
             "allocator": context.allocator.counts(),
         } | self._info()
 

@@ -15,7 +15,7 @@ from server.decode.room import DecodeRoom
 from server.failure import RequestFailed
 from server.prefill.kv_sender import SendJob
 from server.transfer.engines.base import EngineClosed, TransferError
-from server.transfer.engines.loopback import Fault, LoopbackEngine
+from server.transfer.engines.loopback import LoopbackEngine, PieceFate
 from server.transfer.protocol import Done
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.nodes.test_failures import all_free, assert_works_again
@@ -284,7 +284,7 @@ async def test_memory_in_quarantine_is_told_with_its_age_and_its_cause(pair: Pai
     engines: list[LoopbackEngine] = []
 
     def transport() -> LoopbackEngine:
-        engines.append(LoopbackEngine(fault_hook=lambda submission: Fault.HANG))
+        engines.append(LoopbackEngine(fate_of=lambda submission: PieceFate.HANG))
         return engines[-1]
 
     p = await pair.prefill(make_transport=transport)
