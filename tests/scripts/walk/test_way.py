@@ -98,6 +98,6 @@ def test_calls_are_recorded_with_their_qualified_names() -> None:
     finally:
         sys.setprofile(before)
     [found] = recorder.calls()
-    assert found.file == "tests/scripts/test_walk.py"
+    assert found.file == "tests/scripts/walk/test_way.py"
     assert found.function == "test_calls_are_recorded_with_their_qualified_names.Thing.method"
     assert len(found.at) == found.n_lines == 1
