@@ -17,6 +17,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+from server.engine.tokenizer import Tokenizer
+from server.model.loader import load_model
+from server.model.network import DeepseekV4
+from server.node.options import BUNDLED_MODEL
+
 # Under nohup, or in the background of a script, these are ignored, and every process that a test starts inherits that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -40,3 +45,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model() -> DeepseekV4:
+    """The bundled model, without its draft layer."""
+    return load_model(BUNDLED_MODEL)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(BUNDLED_MODEL)

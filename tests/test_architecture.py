@@ -72,6 +72,15 @@ OWNERS: dict[str, tuple[str, ...]] = {
 }
 """Which of our packages may import a third-party one (launchers may import any)."""
 
+FAULTS_KNOWN_TO = {
+    "server.node.build": {"server.faults.injection", "server.faults.spec"},
+    "server.node.run": {"server.faults.spec"},
+    "server.node.context": {"server.faults.hooks"},
+    "server.prefill.bootstrap_socket": {"server.faults.hooks"},
+    "server.prefill.request": {"server.faults.hooks"},
+}
+"""Who imports what of ``server.faults``: the options' reader, and the hooks' callers for their types."""
+
 SOCKETS = ("asyncio", "fastapi", "http", "httpx", "mooncake", "requests", "socket", "starlette", "uvicorn", "zmq")
 WITHOUT_SOCKETS = ("server.model", "server.cache")
 """Packages that may not import :data:`SOCKETS`, nor anything of ours that does."""
@@ -167,6 +176,15 @@ def test_imports_go_one_way() -> None:
 def test_every_package_has_its_arrows() -> None:
     packages = {".".join(name.split(".")[:2]) for name, path in modules(ROOT).items() if path.parent != ROOT / "server"}
     assert packages <= set(ARROWS)
+
+
+def test_only_the_hook_points_know_of_faults() -> None:
+    found: dict[str, set[str]] = {}
+    for module, path in (known := modules(ROOT)).items():
+        targets = {each.target for each in imports(module, path, known) if within(each.target, ("server.faults",))}
+        if targets and not within(module, ("server.faults",)):
+            found[module] = targets
+    assert found == FAULTS_KNOWN_TO
 
 
 @pytest.mark.parametrize("package", WITHOUT_SOCKETS)

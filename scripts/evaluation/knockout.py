@@ -18,15 +18,16 @@ from cluster.tool import FAILURES, Section, exit_code
 from rich.console import Console
 from rich.progress import track
 
+from server.model.config import load_config
+from server.model.state import state_components
+from server.node.options import BUNDLED_MODEL
+
 from .client import Answer, ServerDied, ask_bundled_model
 from .questions import STOP, Problem, bundled_questions, marked_number
 
 READY_TIMEOUT_S = 180.0
 KNOCK_OUTS = Section("knock-out table")
-COMPONENTS = (
-    "c4_kv", "c4_index", "c128_kv", "swa", "c4_state_a", "c4_state_b", "c4_index_state_a", "c4_index_state_b",
-    "c128_state", "draft_swa", "handoff",
-)  # fmt: skip
+COMPONENTS = tuple(each.name for each in state_components(load_config(BUNDLED_MODEL), "float32", draft=True))
 DAMAGES = ("drop", "zero", "stale", "shift")
 
 

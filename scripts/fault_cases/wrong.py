@@ -195,7 +195,7 @@ async def metadata_of_another(stage: Stage) -> Seen:
     ("sgl-31901",),
     happened="the index space of one pool used for another",
     here="owner stamps; pages and slots are permuted in the tests",
-    tests=("tests/e2e/test_fault_places.py",),
+    tests=("tests/e2e/test_faults.py",),
 )
 async def index_of_another_pool(stage: Stage) -> Seen:
     """The copy plan takes the next slot or page. (Ids are permuted on both nodes in every entry here.)"""

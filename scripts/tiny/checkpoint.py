@@ -71,8 +71,8 @@ def _write_json(path: Path, content: object) -> None:
 
 
 def _move(staging: Path, folder: Path) -> None:
-    """Moves every file into `folder`; each appears whole, so a reader never sees half of one."""
-    for path in staging.iterdir():
+    """Moves every file into `folder`, the config last; each appears whole, so a reader never sees half of one."""
+    for path in sorted(staging.iterdir(), reverse=True):
         path.chmod(0o644)
         os.replace(path, folder / path.name)
     staging.rmdir()

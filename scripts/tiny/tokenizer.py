@@ -17,23 +17,7 @@ USER, ASSISTANT, THINK, END_THINK = "<｜User｜>", "<｜Assistant｜>", "<think
 CONTROL_TOKENS = (BOS, EOS, PAD)
 TURN_TOKENS = (USER, ASSISTANT, THINK, END_THINK)
 
-CHAT_TEMPLATE = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-  {%- if message['role'] == 'user' -%}
-    {{- '<｜User｜>' + message['content'] -}}
-    {%- if loop.last or messages[loop.index0 + 1]['role'] == 'assistant' -%}
-      {{- '<｜Assistant｜></think>' -}}
-    {%- endif -%}
-  {%- elif message['role'] == 'assistant' -%}
-    {{- message['content'] + eos_token -}}
-  {%- elif message['role'] == 'system' -%}
-    {{- message['content'] -}}
-  {%- else -%}
-    {{- raise_exception('messages have the role system, user or assistant, not ' + message['role'][:60]) -}}
-  {%- endif -%}
-{%- endfor -%}
-"""
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
 def _vocabulary() -> list[str]:
@@ -63,7 +47,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         clean_up_tokenization_spaces=False,
         model_max_length=8192,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE.read_text(encoding="utf-8"),
     )
 
 

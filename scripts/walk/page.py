@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_STEP = re.compile(r"^\| *(\d+) *\| *([PD]) *\|(.*?)\|", re.MULTILINE)
+_STEP = re.compile(r"^\| *(\d+)(?: \(after (\d+)\))? *\| *([PD]) *\|(.*?)\|", re.MULTILINE)
 _PLACE = re.compile(r"`(server/[\w/]+\.py)::([\w.]+)`")
 _BESIDE = re.compile(r"^- `(server/[\w/]+\.py)`", re.MULTILINE)
 
@@ -24,9 +24,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Step:
-    """One row of the table: ``node`` is ``P`` or ``D``; the places in the order in which they run."""
+    """One row of the table: ``node`` is ``P`` or ``D``; the places in the order in which they run, after the step
+    number ``after``.
+    """
 
     number: int
+    after: int
     node: str
     places: tuple[Place, ...]
 
@@ -42,7 +45,9 @@ class Page:
     def read(path: Path) -> Page:
         text = path.read_text(encoding="utf-8")
         steps = [
-            Step(int(number), node, tuple(Place(*found) for found in _PLACE.findall(places)))
-            for number, node, places in _STEP.findall(text)
+            Step(
+                int(number), int(after or int(number) - 1), node, tuple(Place(*each) for each in _PLACE.findall(places))
+            )
+            for number, after, node, places in _STEP.findall(text)
         ]
         return Page(tuple(steps), frozenset(_BESIDE.findall(text)))

@@ -1,6 +1,6 @@
 """Runs a node and notes when each function of server/ was called.
 
-    python -m walk.recorder OUTPUT MODULE [OPTION ...]
+    walk/recorder.py OUTPUT MODULE [OPTION ...]
 
 What is noted goes to OUTPUT as JSON when the process ends. The clock is the machine's monotonic one, which all
 processes share.

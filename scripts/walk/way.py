@@ -54,17 +54,19 @@ class Way:
 def differences(page: Page, way: Way) -> list[str]:
     """Why the page is not true, in sentences: steps that did not run, or in another order, and missing files."""
     found = []
-    now = 0
+    ended = {0: 0}
     for step in page.steps:
+        now = ended[step.after]
         for place in step.places:
             at = sorted(way.calls[step.node].get(place, []))
             later = at[bisect_left(at, now - _CLOCK_NS) :]
             if not at:
                 found.append(f"step {step.number}: {place} did not run on {step.node}")
             elif not later:
-                found.append(f"step {step.number}: {place} ran before the step before it")
+                found.append(f"step {step.number}: {place} ran before what it follows")
             else:
                 now = later[0]
+        ended[step.number] = now
     named = {place.file for step in page.steps for place in step.places} | page.beside
     found += [f"{file} ran and is not on the page" for file in sorted(way.files - named)]
     found += [f"{file} is on the page and did not run" for file in sorted(page.beside - way.files)]
@@ -74,7 +76,8 @@ def differences(page: Page, way: Way) -> list[str]:
 @dataclass(frozen=True)
 class Counts:
     """How far one has to walk. A stay is a file that is read until the next one is needed, a return is a stay in a file
-    that was left before; ``lines`` are those of all functions that ran for the request.
+    that was left before. ``lines`` are those of all functions that ran for the request in these files, and
+    ``lines_beside`` in all others.
     """
 
     steps: int
@@ -84,6 +87,7 @@ class Counts:
     folder_changes: int
     lines: int
     files_beside: int
+    lines_beside: int
 
     @staticmethod
     def of(page: Page, way: Way) -> Counts:
@@ -96,6 +100,7 @@ class Counts:
             files=len(set(stays)),
             returns=len(stays) - len(set(stays)),
             folder_changes=len(folders) - 1,
-            lines=sum(way.lines.values()),
+            lines=sum(n for place, n in way.lines.items() if place.file in files),
             files_beside=len(page.beside),
+            lines_beside=sum(n for place, n in way.lines.items() if place.file not in files),
         )

@@ -19,46 +19,42 @@ class DecodeNode(BaseNode):
     """Takes prompts' state from prefill nodes, or computes it here, and answers."""
 
     role = "decode"
-    _manager: RequestManager
+    manager: RequestManager
+    """The node's requests."""
 
     def __init__(self, settings: DecodeSettings, context: NodeContext, ports: DecodePorts | None = None) -> None:
         super().__init__(settings, context)
         self._settings = settings
-        self._manager = RequestManager(settings, context, self.incarnation, ports)
+        self.manager = RequestManager(settings, context, self.incarnation, ports)
 
     async def _open(self) -> None:
-        self._manager.start()
-        self._supervisor.watch(lambda: self._manager.rooms.peers.tasks)
+        self.manager.start()
+        self._supervisor.watch(lambda: self.manager.rooms.peers.tasks)
 
     async def _close(self) -> None:
-        await self._manager.close()
-
-    @property
-    def manager(self) -> RequestManager:
-        """The node's requests."""
-        return self._manager
+        await self.manager.close()
 
     @property
     def busy(self) -> bool:
         """Whether a client still waits for an answer."""
-        return any(not req.generation.ended for req in self._manager.reqs.values())
+        return any(not req.generation.ended for req in self.manager.reqs.values())
 
     def submit(self, request: GenerationRequest, *, room: int | None = None) -> NodeGeneration:
         """Admits a request; ``room`` None draws one.
 
         Raises :class:`RequestFailed` at once for what cannot be served.
         """
-        return self._manager.submit(request, room=room)
+        return self.manager.submit(request, room=room)
 
     async def _ready(self) -> tuple[bool, str]:
         """With peers: whether a probe write by one of them really arrives."""
-        return await self._manager.ready()
+        return await self.manager.ready()
 
     def _counts(self) -> tuple[int, int]:
-        return len(self._manager.reqs), len(self._manager.queue)
+        return len(self.manager.reqs), len(self.manager.queue)
 
     def _info(self) -> dict[str, Any]:
-        manager = self._manager
+        manager = self.manager
         return {
             "local_prefill": self._settings.prefill is None,
             "spec_tokens": self._settings.spec_tokens,

@@ -13,7 +13,6 @@ from server.decode.prefill_link import LinkEvent, PeerRegistered, PrefillLink
 from server.decode.probe import Prober
 from server.decode.settings import DecodeSettings
 from server.decode.transport_sessions import TransportSessions
-from server.faults.messages import Outbox
 from server.node.context import NodeContext
 from server.threads import Threads
 from server.transfer.engines.base import TransferEngine
@@ -54,7 +53,7 @@ class PeerPool:
         self._outstanding = outstanding
         self._unwilling_until: dict[PrefillLink, float] = {}
         zmq_dialer = partial(ZmqDialer, guard=settings.guard, deadlines=settings.deadlines, clock=context.clock)
-        outbox, numbers = Outbox(context.faults), itertools.count(1)
+        numbers = itertools.count(1)
         self.links = [
             PrefillLink(
                 address,
@@ -64,7 +63,6 @@ class PeerPool:
                 sessions=self.sessions,
                 make_manifest=self._manifest,
                 on_event=self._on_link_event,
-                outbox=outbox,
                 numbers=numbers,
             )
             for address in settings.prefill or ()

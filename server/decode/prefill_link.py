@@ -12,7 +12,6 @@ from server.decode.dialer import MakeDialer
 from server.decode.room import Fenced
 from server.decode.transport_sessions import TransportSessions
 from server.failure import Failure
-from server.faults.messages import Outbox
 from server.node.context import NodeContext
 from server.transfer.diagnosis import Finding
 from server.transfer.engines.base import TransferEngine
@@ -31,6 +30,7 @@ from server.transfer.protocol import (
     Registration,
     VersionMismatch,
     decode,
+    encode,
     registration_of,
 )
 from server.transfer.rooms import TICK_S, Deadlines, Heartbeat, PeerLost, Resend
@@ -77,7 +77,6 @@ class PrefillLink:
         sessions: TransportSessions,
         make_manifest: Callable[[TransferEngine], Manifest],
         on_event: Callable[[PrefillLink, LinkEvent], None],
-        outbox: Outbox,
         numbers: Iterator[int],
     ) -> None:
         self.address = address
@@ -93,7 +92,7 @@ class PrefillLink:
         self._sessions = sessions
         self._make_manifest = make_manifest
         self._on_event = on_event
-        self._outbox = outbox
+        self._hooks = context.hooks
         self._numbers = numbers
         self._number = 0
         self._started = self._clock()
@@ -145,7 +144,7 @@ class PrefillLink:
 
     def send(self, message: AnyMessage) -> None:
         """Queues a message; it is lost if the connection is. Raises :class:`ProtocolError` for one over its cap."""
-        self._outbox.send(message, self.dialer.send)
+        self._hooks.post(message, encode(message), self.dialer.send)
 
     def lose(self, failure: Failure) -> None:
         """Ends the registration of a living peer: its rooms fail, its session is fenced, a new registration begins."""

@@ -150,9 +150,9 @@ class RequestManager:
         self._enter(req)
         self.queue.put(req)
         self._announce(req)
-        self._context.faults.entered("waiting")
+        self._context.hooks.entered("waiting")
         if link is not None:
-            self._context.faults.entered("pair")
+            self._context.hooks.entered("pair")
         self.admit()
         return generation
 
@@ -349,7 +349,7 @@ class RequestManager:
             case Output():
                 req.generation.set_route(self._local_route)
                 if not req.n_generated:
-                    self._context.faults.entered("decode")
+                    self._context.hooks.entered("decode")
                     req.decoding_at = self._clock() if req.decoding_at is None else req.decoding_at
                 if self._draft_metrics is not None:
                     self._draft_metrics.step(event.output, req.n_generated)

@@ -38,8 +38,6 @@ from server.decode.room import (
 from server.decode.settings import DecodeSettings
 from server.decode.verify import Evidence, verify
 from server.failure import Failure, FailureKind, internal_error
-from server.faults.rows import RowDamage
-from server.faults.spec import STATE, skipped_checks
 from server.node.context import NodeContext
 from server.threads import Threads
 from server.transfer.checks import Check
@@ -73,7 +71,7 @@ class DecodePorts:
 
     - ``make_dialer`` makes the connection to a prefill node: a ZMQ socket.
     - ``transport_threads`` run the blocking calls of the transport endpoints (``NodeContext.make_transport``).
-    - ``verify`` checks what has arrived, but for the checks that a fault skips: in threads.
+    - ``verify`` makes the checks of what has arrived, but for those it is told to skip: in threads.
     """
 
     make_dialer: MakeDialer | None = None
@@ -106,8 +104,7 @@ class DecodeRoomManager:
         self._arena = context.arena
         self._clock = context.clock
         self._metrics = context.metrics
-        self._faults = context.faults
-        self._damage = RowDamage(context.arena)
+        self._hooks = context.hooks
         self._on_action = on_action
         self._on_broken = on_broken
         self._on_waiting = on_waiting
@@ -208,7 +205,7 @@ class DecodeRoomManager:
         )
         req.room = DecodeRoom(reserve, deadlines, self._clock())
         self._reqs[req.key] = req
-        self._faults.entered(req.room.phase)
+        self._hooks.entered(req.room.phase)
         self.step(req, Opened())
 
     def step(self, req: DecodeRequest, event: DecodeEvent) -> None:
@@ -220,7 +217,7 @@ class DecodeRoomManager:
         try:
             actions = room.handle(event, self._clock())
             if room.phase is not phase:
-                self._faults.entered(room.phase)
+                self._hooks.entered(room.phase)
         except Exception as error:
             log.exception("%s failed on %s", req.key, type(event).__name__)
             self._fail(req, room, event, error)
@@ -264,8 +261,7 @@ class DecodeRoomManager:
             if req.placement is None:
                 raise RuntimeError("the room has no memory")
             evidence = Evidence(self._arena, req.placement, self.peers.components, req.key, req.request, done)
-            if self._faults.is_on:
-                await self._strike(req, evidence)
+            req.skipped = await self._hooks.received(req.key, evidence.n, evidence.placement)
             proof = await self._verify(evidence, req.skipped)
         except Exception as error:
             log.exception("%s could not be checked", req.key)
@@ -276,14 +272,6 @@ class DecodeRoomManager:
 
     async def _verify_in_thread(self, evidence: Evidence, skipped: frozenset[Check]) -> Proof:
         return await self._verifiers.run(verify, evidence, skipped)
-
-    async def _strike(self, req: DecodeRequest, evidence: Evidence) -> None:
-        """Fault injection: damages what has arrived, and says which checks are not made."""
-        struck = self._faults.strike(str(req.key))
-        req.skipped = skipped_checks(struck)
-        faults = [fault for fault in struck if fault.kind in STATE]
-        for damage in await self._damage.make(faults, evidence.n, evidence.placement):
-            damage.apply(self._arena)
 
     def _forget(self, key: RoomKey, room: DecodeRoom, action: Forget) -> None:
         del self._reqs[key]

@@ -92,7 +92,7 @@ CHECKS: dict[Check, Callable[[Evidence], Failure | None]] = {
 
 
 def verify(found: Evidence, skipped: frozenset[Check] = frozenset()) -> Proof:
-    """Makes every check that is not ``skipped`` (fault injection); the first failure ends it. Runs in a worker thread.
+    """Makes every check that is not ``skipped``; the first failure ends it. Runs in a worker thread.
 
     Raises :class:`LayoutError` if the check of the hand-off row was skipped and the row cannot be read.
     """

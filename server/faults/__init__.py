@@ -1,4 +1,5 @@
 """Everything that goes wrong on purpose, so that every check can be seen to fire: ``--fault``.
 
-Off by default. Imported by the hook points only.
+A node calls :class:`~server.faults.hooks.Hooks`, which do nothing; with ``--fault`` it has
+:class:`~server.faults.injection.Faults` in their place.
 """

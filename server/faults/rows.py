@@ -1,9 +1,10 @@
-"""Fault injection in memory: what a fault makes of a component's live rows, the same on both nodes."""
+"""Faults of rows in memory: what a fault makes of a component's live rows, the same on both nodes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.cache.arena import POISON_BYTE, Arena
@@ -37,37 +38,32 @@ class Damage:
             arena.write(run, data)
 
 
-class RowDamage:
+class RowFaults:
     """Makes damages for one arena. Remembers the rows of the room before, and brings two rooms together to swap."""
 
-    def __init__(self, arena: Arena, swap_wait_s: float = SWAP_WAIT_S) -> None:
+    def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._swap_wait_s = swap_wait_s
         self._before: dict[str, bytes] = {}
         self._waiting: dict[str, tuple[bytes, asyncio.Future[bytes]]] = {}
 
-    def remember(self, n: int, placement: Placement) -> None:
-        """Keeps a room's rows for the next room's ``stale``. Call it while they are right."""
-        runs = self._arena.layout.live_runs(n, placement)
-        self._before = {name: self._arena.read(found) for name, found in runs.items()}
-
-    async def make(self, faults: list[Fault], n: int, placement: Placement) -> list[Damage]:
-        """What ``faults`` do to a room of ``n`` tokens; nothing is written yet. Waits for a partner to ``swap`` with;
-        without one in time that fault does nothing.
+    async def make(self, faults: Sequence[Fault], n: int, placement: Placement) -> list[Damage]:
+        """What ``faults`` do to a room of ``n`` tokens, whose rows are right; nothing is written yet. Waits for a
+        partner to ``swap`` with; without one in time that fault does nothing.
         """
         runs = self._arena.layout.live_runs(n, placement)
-        rows = {fault.component: self._arena.read(runs[fault.component]) for fault in faults}
-        before, found = self._before, []
-        self.remember(n, placement)
+        rows = {name: self._arena.read(found) for name, found in runs.items()}
+        before, self._before = self._before, rows
+        found = []
         for fault in faults:
-            right = rows[fault.component]
-            wrong = await self._swap(fault, right) if fault.kind is FaultKind.SWAP else None
-            if fault.kind is not FaultKind.SWAP:
-                wrong = self._wrong(fault, right, before.get(fault.component, b""), runs[fault.component])
-            if wrong is None or wrong == right:
+            name = fault.component
+            if fault.kind is FaultKind.SWAP:
+                wrong = await self._swap(fault, rows[name])
+            else:
+                wrong = self._wrong(fault, rows[name], before.get(name, b""), runs[name])
+            if wrong is None or wrong == rows[name]:
                 log.warning("FAULT INJECTION: %s changes nothing", fault)
                 continue
-            found.append(Damage(fault, tuple(runs[fault.component]), wrong))
+            found.append(Damage(fault, tuple(runs[name]), wrong))
         return found
 
     def _wrong(self, fault: Fault, right: bytes, before: bytes, runs: list[Run]) -> bytes:
@@ -85,7 +81,7 @@ class RowDamage:
                 return bytes((POISON_BYTE,)) * len(right)
 
     async def _swap(self, fault: Fault, right: bytes) -> bytes | None:
-        """The rows of the other room that is struck by the same fault."""
+        """The rows of the other room that has the same fault."""
         name = str(fault)
         if name in self._waiting:
             other, first = self._waiting.pop(name)
@@ -95,9 +91,9 @@ class RowDamage:
         mine: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[name] = (right, mine)
         try:
-            return _fitted(await asyncio.wait_for(mine, self._swap_wait_s), right)
+            return _fitted(await asyncio.wait_for(mine, SWAP_WAIT_S), right)
         except TimeoutError:
-            log.warning("FAULT INJECTION: %s: no second room within %g s", fault, self._swap_wait_s)
+            log.warning("FAULT INJECTION: %s: no second room within %g s", fault, SWAP_WAIT_S)
             if self._waiting.get(name) == (right, mine):
                 del self._waiting[name]
             return None

@@ -6,9 +6,9 @@
     kill:PHASE[:COUNT]
     unchecked[:CHECK]
 
-COUNT is the number of rooms (or messages) that are struck; without it all are. ``kill`` strikes the COUNT-th room that
-enters the phase, without COUNT the first. ``@PATH`` reads faults from a file, one a line, again for every room, so that
-one pair of processes can be put through all of them; counts start anew when the file changes.
+COUNT is the number of rooms (or messages) that have the fault; without it all have. ``kill`` is for the COUNT-th room
+that enters the phase, without COUNT the first. ``@PATH`` reads faults from a file, one a line, again for every room, so
+that one pair of processes can be put through all of them; counts start anew when the file changes.
 """
 
 from __future__ import annotations
@@ -89,17 +89,9 @@ class Place(enum.StrEnum):
 
 STATE = frozenset({FaultKind.DROP, FaultKind.ZERO, FaultKind.STALE, FaultKind.SHIFT, FaultKind.SWAP})
 CLAIMS = frozenset({FaultKind.FORGET, FaultKind.MISCOUNT})
-WRITES = frozenset({FaultKind.DELAY_WRITES, FaultKind.FAIL_WRITES, FaultKind.LATE_WRITES})
-MESSAGES = frozenset(
-    {
-        FaultKind.DROP_MESSAGE,
-        FaultKind.DUPLICATE_MESSAGE,
-        FaultKind.REORDER_MESSAGE,
-        FaultKind.LATE_MESSAGE,
-        FaultKind.CORRUPT_MESSAGE,
-    }
-)
 TIMED = frozenset({FaultKind.DELAY_WRITES, FaultKind.LATE_WRITES})
+WRITES = TIMED | {FaultKind.FAIL_WRITES}
+MESSAGES = frozenset(kind for kind in FaultKind if kind.endswith("-message"))
 
 PREFILL, DECODE = "prefill", "decode"
 PHASES = {
@@ -112,13 +104,28 @@ MESSAGE_TYPES = {
     DECODE: tuple(message.__name__ for message in get_args(FromDecode)),
 }
 """What each node sends."""
+COMPONENT = "COMPONENT"
+_WHAT = {
+    **dict.fromkeys(TIMED, "SECONDS"),
+    **dict.fromkeys(MESSAGES, "TYPE"),
+    FaultKind.KILL: "PHASE",
+    FaultKind.UNCHECKED: "CHECK",
+}
+"""What the word behind a kind is; of all others it is a component."""
+_TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
+    COMPONENT: {PREFILL: tuple(LIVE_RULES), DECODE: tuple(LIVE_RULES)},
+    "TYPE": MESSAGE_TYPES,
+    "PHASE": PHASES,
+    "CHECK": {PREFILL: tuple(Check), DECODE: tuple(Check)},
+}
+"""What a fault can be of, on each node."""
 
 
 @dataclass
 class Fault:
     """One fault. ``target`` is a component, message type, phase or check, by its kind.
 
-    ``left`` counts the rooms or messages it will still strike, None for all.
+    ``left`` counts the rooms or messages that will still have it, None for all.
     """
 
     kind: FaultKind
@@ -136,8 +143,8 @@ class Fault:
     def component(self) -> str:
         return self.target
 
-    def strike(self) -> bool:
-        """Whether it strikes this room or message."""
+    def take(self) -> bool:
+        """Whether the next room or message has it."""
         if self.left is None:
             return True
         self.left -= 1
@@ -189,13 +196,13 @@ class FaultSet:
         """All of them, files by their names."""
         return [*map(str, self.faults), *(f"@{file.path}" for file in self._files)]
 
-    def strike(self, room: str) -> tuple[Fault, ...]:
-        """The faults that strike ``room`` (named for the log): all but those of messages and phases."""
-        return self._strike(room, lambda fault: fault.kind not in MESSAGES and fault.kind is not FaultKind.KILL)
+    def of_room(self, room: str) -> tuple[Fault, ...]:
+        """The faults of the next ``room`` (named for the log): all but those of messages and phases."""
+        return self._take(room, lambda fault: fault.kind not in MESSAGES and fault.kind is not FaultKind.KILL)
 
-    def strike_message(self, message_type: str) -> tuple[Fault, ...]:
-        """The faults that strike one outgoing message."""
-        return self._strike(message_type, lambda fault: fault.kind in MESSAGES and fault.target == message_type)
+    def of_message(self, message_type: str) -> tuple[Fault, ...]:
+        """The faults of the next outgoing message of this type."""
+        return self._take(message_type, lambda fault: fault.kind in MESSAGES and fault.target == message_type)
 
     def entered(self, phase: str) -> None:
         """A room has entered ``phase``. Does not return if that kills this process."""
@@ -207,24 +214,24 @@ class FaultSet:
                 log.warning("FAULT INJECTION: a room enters %s, this process kills itself", phase)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def _strike(self, what: str, concerns: Callable[[Fault], bool]) -> tuple[Fault, ...]:
-        struck = tuple(fault for fault in self._current() if concerns(fault) and fault.strike())
-        for fault in struck:
-            log.warning("FAULT INJECTION strikes %s: %s", what, fault)
-        return struck
+    def _take(self, what: str, concerns: Callable[[Fault], bool]) -> tuple[Fault, ...]:
+        taken = tuple(fault for fault in self._current() if concerns(fault) and fault.take())
+        for fault in taken:
+            log.warning("FAULT INJECTION in %s: %s", what, fault)
+        return taken
 
     def _current(self) -> list[Fault]:
         return [*self.faults, *(fault for file in self._files for fault in file.faults(self._role))]
 
 
-def skipped_checks(struck: Iterable[Fault]) -> frozenset[Check]:
-    """The checks that ``struck`` switch off."""
-    targets = [fault.target for fault in struck if fault.kind is FaultKind.UNCHECKED]
+def skipped_checks(faults: Iterable[Fault]) -> frozenset[Check]:
+    """The checks that ``faults`` switch off."""
+    targets = [fault.target for fault in faults if fault.kind is FaultKind.UNCHECKED]
     return frozenset(Check) if "" in targets else frozenset(Check(target) for target in targets)
 
 
 def _read(line: str, role: str | None) -> Fault | None:
-    """One line of a file that is read while the node runs: a wrong one is told and left out."""
+    """One line of a file that is read while the node runs: a wrong one is logged and left out."""
     try:
         return parse_fault(line, role)
     except FaultError:
@@ -238,26 +245,20 @@ def parse_fault(spec: str, role: str | None = None) -> Fault:
     if kind_name not in list(FaultKind):
         raise FaultError(f"fault {spec!r}: no kind {kind_name!r}; there are {', '.join(FaultKind)}")
     kind = FaultKind(kind_name)
-    optional = kind in (FaultKind.UNCHECKED, FaultKind.FAIL_WRITES)
-    has_target = bool(arguments) and not (optional and arguments[0].isdecimal())
+    is_optional = kind in (FaultKind.UNCHECKED, FaultKind.FAIL_WRITES)
+    has_target = bool(arguments) and not (is_optional and arguments[0].isdecimal())
     target = arguments.pop(0) if has_target else ""
-    if not target and not optional:
-        raise FaultError(f"fault {spec!r}: say what it strikes, {kind}:{_WHAT.get(kind, 'COMPONENT')}")
+    if not target and not is_optional:
+        raise FaultError(f"fault {spec!r}: say what it is for, {kind}:{_WHAT.get(kind, COMPONENT)}")
     count = arguments.pop(0) if arguments else ""
     if arguments or (count and not count.isdecimal()):
         raise FaultError(f"fault {spec!r}: {':'.join([count, *arguments])!r} is no count")
     fault = _with_target(spec, kind, target)
     fault.left = int(count) if count else None
-    _check_role(spec, fault, role)
+    if role is not None and not _is_possible(fault, role):
+        other = DECODE if role == PREFILL else PREFILL
+        raise FaultError(f"fault {spec!r} happens on the {other} node: give it to launch_{other}")
     return fault
-
-
-_WHAT = {
-    **dict.fromkeys(TIMED, "SECONDS"),
-    **dict.fromkeys(MESSAGES, "TYPE"),
-    FaultKind.KILL: "PHASE",
-    FaultKind.UNCHECKED: "CHECK",
-}
 
 
 def _with_target(spec: str, kind: FaultKind, target: str) -> Fault:
@@ -266,37 +267,21 @@ def _with_target(spec: str, kind: FaultKind, target: str) -> Fault:
             return Fault(kind, seconds=float(target))
         except ValueError as error:
             raise FaultError(f"fault {spec!r}: {target!r} is no number of seconds") from error
-    if kind in MESSAGES:
-        return Fault(kind, _one_of(spec, target, [name for names in MESSAGE_TYPES.values() for name in names]))
-    if kind is FaultKind.KILL:
-        return Fault(kind, _one_of(spec, target, [name for names in PHASES.values() for name in names]))
-    if kind is FaultKind.UNCHECKED:
-        return Fault(kind, _one_of(spec, target, list(Check)) if target else "")
-    component, at, place = target.partition("@")
+    name, at, place = target.partition("@")
     if at and kind not in STATE:
         raise FaultError(f"fault {spec!r}: {kind} has no place")
-    name = _one_of(spec, component, list(LIVE_RULES)) if component else ""
-    if kind not in STATE:
-        return Fault(kind, name)
-    return Fault(kind, name, Place(_one_of(spec, place, list(Place))) if at else Place.PLAN)
+    targets = _TARGETS[_WHAT.get(kind, COMPONENT)]
+    wanted = [(name, (*targets[PREFILL], *targets[DECODE]))] if target else []
+    for given, names in [*wanted, (place, tuple(Place))] if at else wanted:
+        if given not in names:
+            raise FaultError(f"fault {spec!r}: there is no {given!r}, only {', '.join(dict.fromkeys(names))}")
+    return Fault(kind, name, Place(place or Place.PLAN) if kind in STATE else None)
 
 
-def _one_of(spec: str, name: str, names: Sequence[str]) -> str:
-    if name not in names:
-        raise FaultError(f"fault {spec!r}: there is no {name!r}, only {', '.join(dict.fromkeys(names))}")
-    return name
-
-
-def _check_role(spec: str, fault: Fault, role: str | None) -> None:
-    """Whether the fault can happen on the node it was given to."""
-    if role is None or fault.kind is FaultKind.UNCHECKED:
-        return
-    if fault.kind in MESSAGES:
-        possible = fault.target in MESSAGE_TYPES[role]
-    elif fault.kind is FaultKind.KILL:
-        possible = fault.target in PHASES[role]
-    else:
-        possible = role == (DECODE if fault.place is Place.MEMORY else PREFILL)
-    if not possible:
-        other = DECODE if role == PREFILL else PREFILL
-        raise FaultError(f"fault {spec!r} happens on the {other} node: give it to launch_{other}")
+def _is_possible(fault: Fault, role: str) -> bool:
+    """Whether the fault can happen on this node."""
+    if fault.kind is FaultKind.UNCHECKED:
+        return True
+    if fault.kind in MESSAGES or fault.kind is FaultKind.KILL:
+        return fault.target in _TARGETS[_WHAT[fault.kind]][role]
+    return role == (DECODE if fault.place is Place.MEMORY else PREFILL)

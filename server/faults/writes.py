@@ -1,48 +1,39 @@
-"""Fault injection in the data plane: any transport engine, with rules for the writes that go wrong.
+"""Faults in the data plane: any transport engine, with rules for the writes that go wrong.
 
 The rules speak of source memory, so that whoever arms them needs to know nothing of pieces: a piece that reads one byte
-under a rule is struck by it.
+under a rule obeys it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import enum
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
+from server.faults.spec import STATE, FaultKind
 from server.transfer.engines.base import PieceStatus, SubmitFailed, Ticket, TransferEngine, TransferError
 
 log = logging.getLogger(__name__)
 
 _LATE_POLL_S = 1e-3
 _LATE_TIMEOUT_S = 10.0
-
-
-class WriteFault(enum.StrEnum):
-    """What happens to the bytes under a rule, or to the whole piece."""
-
-    REPLACE = "replace"
-    """Other bytes are written in their place, out of a registered scratch buffer."""
-    SKIP = "skip"
-    """They are not written, and reported applied."""
-    REFUSE = "refuse"
-    """The piece is reported refused, and not written."""
-    DELAY = "delay"
-    """The piece is submitted ``seconds`` later."""
-    LATE = "late"
-    """The piece is reported of unknown fate, and is written ``seconds`` later."""
+_REPLACED = STATE - {FaultKind.DROP}
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A fault for the source bytes ``address .. address + nbytes - 1``; ``data`` for ``REPLACE``."""
+    """What happens to the source bytes ``address .. address + nbytes - 1``, or to the whole piece that has one of them.
 
-    fault: WriteFault
+    ``DROP``: they are not written, and reported applied. ``FAIL_WRITES``, ``DELAY_WRITES``, ``LATE_WRITES``: the piece
+    is refused, ``seconds`` late, or reported of unknown fate and ``seconds`` late. The others of ``STATE``: ``data`` is
+    written in their place, out of a registered scratch buffer.
+    """
+
+    kind: FaultKind
     address: int
     nbytes: int
     data: bytes = b""
@@ -69,10 +60,6 @@ class WriteFaults:
         """The rules for a piece that reads these bytes."""
         armed = list(self._rules.values())
         return [rule for rules in armed for rule in rules if rule.address < address + nbytes and address < rule.end]
-
-    def wrapping(self, make_engine: Callable[[], TransferEngine]) -> Callable[[], TransferEngine]:
-        """``make_engine``, whose engines obey these rules."""
-        return lambda: FaultyEngine(make_engine(), self)
 
 
 @dataclass(frozen=True)
@@ -102,6 +89,8 @@ class FaultyEngine:
     """
 
     def __init__(self, inner: TransferEngine, faults: WriteFaults) -> None:
+        self.kind, self.version = inner.kind, inner.version
+        self.session, self.transport = inner.session, inner.transport
         self._inner, self._faults = inner, faults
         self._lock = threading.Lock()
         self._tickets = itertools.count(1)
@@ -110,22 +99,6 @@ class FaultyEngine:
         self._base = 0
         self._scratch: ctypes.Array[ctypes.c_char] | None = None
         self._closed = False
-
-    @property
-    def kind(self) -> str:
-        return self._inner.kind
-
-    @property
-    def version(self) -> str:
-        return self._inner.version
-
-    @property
-    def session(self) -> str:
-        return self._inner.session
-
-    @property
-    def transport(self) -> str:
-        return self._inner.transport
 
     def register(self, ptr: int, nbytes: int) -> None:
         self._inner.register(ptr, nbytes)
@@ -139,12 +112,12 @@ class FaultyEngine:
     def submit(self, session: str, src: int, dst: int, nbytes: int) -> Ticket:
         piece = _Piece(session, src, dst, nbytes)
         rules = self._faults.of(src, nbytes)
-        faults = {rule.fault for rule in rules}
+        kinds = {rule.kind for rule in rules}
         ticket = Ticket(next(self._tickets))
         with self._lock:
-            if WriteFault.REFUSE in faults:
+            if FaultKind.FAIL_WRITES in kinds:
                 self._writes[ticket] = _Write([], verdict=PieceStatus.REFUSED)
-            elif WriteFault.LATE in faults:
+            elif FaultKind.LATE_WRITES in kinds:
                 self._write_later(piece, max(rule.seconds for rule in rules))
                 self._writes[ticket] = _Write([], verdict=PieceStatus.UNKNOWN)
             else:
@@ -197,7 +170,7 @@ class FaultyEngine:
     def _changed(self, piece: _Piece, rules: list[Rule]) -> Iterator[_Piece]:
         """The pieces to write instead of ``piece``."""
         source = piece.src
-        replaced = [rule for rule in rules if rule.fault is WriteFault.REPLACE]
+        replaced = [rule for rule in rules if rule.kind in _REPLACED]
         if replaced and self._scratch is not None:
             source = ctypes.addressof(self._scratch) + piece.src - self._base
             ctypes.memmove(source, piece.src, piece.nbytes)
@@ -206,7 +179,7 @@ class FaultyEngine:
                 part = rule.data[start - rule.address : end - rule.address]
                 ctypes.memmove(source + start - piece.src, part, len(part))
         done = 0
-        skipped = sorted((r.address - piece.src, r.end - piece.src) for r in rules if r.fault is WriteFault.SKIP)
+        skipped = sorted((r.address - piece.src, r.end - piece.src) for r in rules if r.kind is FaultKind.DROP)
         for start, end in [*skipped, (piece.nbytes, piece.nbytes)]:
             if start > done:
                 yield _Piece(piece.session, source + done, piece.dst + done, start - done)

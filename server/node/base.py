@@ -39,7 +39,7 @@ class BaseNode(ABC):
     """
 
     role: str
-    _manager: Manager
+    manager: Manager
 
     def __init__(self, settings: NodeSettings, context: NodeContext) -> None:
         self.model_name = settings.model_name
@@ -109,13 +109,13 @@ class BaseNode(ABC):
 
     def drain(self) -> None:
         """Takes nothing new, and refuses by name what has not begun; what is under way goes on."""
-        self._manager.drain(self._shutting_down)
+        self.manager.drain(self._shutting_down)
 
     async def stop(self) -> None:
         """Fails what is left, informs the peers, and closes every connection. May be called more than once."""
         is_alive, reason = self.alive()
         self._supervisor.end()
-        self._manager.refuse_all(self._shutting_down if is_alive else Failure("node_died", reason))
+        self.manager.refuse_all(self._shutting_down if is_alive else Failure("node_died", reason))
         await self._inform_peers()
         if self._ticker is not None:
             self._ticker.cancel()
@@ -126,7 +126,7 @@ class BaseNode(ABC):
         while True:
             await asyncio.sleep(TICK_S)
             try:
-                self._manager.tick()
+                self.manager.tick()
             except Exception:
                 log.exception("a tick of the %s node failed", self.role)
 
@@ -153,7 +153,7 @@ class BaseNode(ABC):
             "page_size": context.arena.layout.page_size,
             **self._facts,
             "control_plane_takes": self._guard_rule,
-            "faults": context.faults.describe(),
+            "faults": context.hooks.describe(),
             "allocator": context.allocator.counts(),
         } | self._info()
 
@@ -182,7 +182,7 @@ class BaseNode(ABC):
                 if isinstance(event, Died):
                     self._on_engine_died(event)
                 else:
-                    self._manager.on_engine_event(event)
+                    self.manager.on_engine_event(event)
             except Exception:
                 log.exception("the %s node failed on %s", self.role, type(event).__name__)
             self._events.popleft()
@@ -190,4 +190,4 @@ class BaseNode(ABC):
     def _on_engine_died(self, event: Died) -> None:
         reason = f"the engine thread has ended: {event.message}"
         self._supervisor.fail(reason)
-        self._manager.engine_died(Failure("engine_died", reason))
+        self.manager.engine_died(Failure("engine_died", reason))

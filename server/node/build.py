@@ -23,6 +23,7 @@ from server.engine.engine import Engine
 from server.engine.events import Command, Event
 from server.engine.runner import ModelRunner
 from server.engine.tokenizer import Tokenizer
+from server.faults.injection import hooks_of
 from server.faults.spec import FaultSet
 from server.model.config import CheckpointError
 from server.model.loader import load_model, model_fingerprint
@@ -202,7 +203,7 @@ def build_resources(
         tokenizer=tokenizer,
         sampling_defaults=tokenizer.sampling_defaults,
         metrics=NodeMetrics(CollectorRegistry()),
-        faults=faults,
+        hooks=hooks_of(faults, arena),
     )
     n_default = min(tokenizer.sampling_defaults.max_tokens, max_context - 1)
     settings = NodeSettings(

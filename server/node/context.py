@@ -11,7 +11,7 @@ from server.cache.allocator import Allocator
 from server.cache.arena import Arena
 from server.engine.events import Command
 from server.engine.request import SamplingParams, TokenizerLike
-from server.faults.spec import FaultSet
+from server.faults.hooks import Hooks
 from server.transfer.auth import Guard
 from server.transfer.engines.base import TransferEngine
 from server.transfer.manifest import ModelIdentity
@@ -36,7 +36,7 @@ class NodeContext:
     tokenizer: TokenizerLike
     sampling_defaults: SamplingParams
     metrics: NodeMetrics
-    faults: FaultSet = field(default_factory=FaultSet)
+    hooks: Hooks = field(default_factory=Hooks)
     clock: Callable[[], float] = time.monotonic
 
 

@@ -10,7 +10,7 @@ from socket import socket as TcpSocket
 import zmq
 import zmq.asyncio
 
-from server.faults.messages import Outbox
+from server.faults.hooks import Hooks
 from server.prefill.bootstrap import Bootstrap
 from server.transfer.addresses import is_ipv6, join_address
 from server.transfer.auth import Gatekeeper, Guard
@@ -18,7 +18,7 @@ from server.transfer.connections import CHECK_S, Connections
 from server.transfer.diagnosis import Wire, WireEvent, end_wire_events, wire_events
 from server.transfer.log_limit import LogLimit
 from server.transfer.metrics import NodeMetrics
-from server.transfer.protocol import MAX_FRAME_NBYTES, AnyMessage
+from server.transfer.protocol import MAX_FRAME_NBYTES, AnyMessage, encode
 from server.transfer.sockets import frames_of, post
 
 log = logging.getLogger(__name__)
@@ -37,14 +37,14 @@ _HANDSHAKES = {
 class BootstrapSocket:
     """The :class:`~server.prefill.decode_peer.ControlSocket` of a running node. ``handshake_s`` in seconds."""
 
-    def __init__(self, guard: Guard, metrics: NodeMetrics, handshake_s: float, outbox: Outbox) -> None:
+    def __init__(self, guard: Guard, metrics: NodeMetrics, handshake_s: float, hooks: Hooks) -> None:
         self.port = 0
         self.tasks: list[asyncio.Task[None]] = []
         """What the control connection cannot live without."""
         self._guard = guard
         self._metrics = metrics
         self._handshake_s = handshake_s
-        self._outbox = outbox
+        self._hooks = hooks
         self._log_limit = LogLimit(log)
         self._context = zmq.asyncio.Context()
         self._gatekeeper = Gatekeeper(self._context, guard, self._on_not_admitted)
@@ -92,7 +92,7 @@ class BootstrapSocket:
         self._context.term()
 
     def send(self, routing_id: bytes, message: AnyMessage) -> None:
-        self._outbox.send(message, lambda frame: self._put([routing_id, frame]))
+        self._hooks.post(message, encode(message), lambda frame: self._put([routing_id, frame]))
 
     def is_connected(self, routing_id: bytes) -> bool:
         return self._connections.has(routing_id)

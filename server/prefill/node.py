@@ -14,7 +14,6 @@ from typing import Any
 
 from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest
-from server.faults.messages import Outbox
 from server.node.base import BaseNode
 from server.node.context import NodeContext, NodeSettings
 from server.prefill.bootstrap import Bootstrap
@@ -50,15 +49,14 @@ class PrefillNode(BaseNode):
     """
 
     role = "prefill"
+    manager: PrefillRoomManager
     bootstrap: Bootstrap | None = None
 
     def __init__(self, settings: PrefillSettings, context: NodeContext) -> None:
         super().__init__(settings, context)
         self._settings = settings
-        self.manager = self._manager = manager = PrefillRoomManager(settings, context)
-        self.socket = BootstrapSocket(
-            settings.guard, context.metrics, settings.deadlines.register_s, Outbox(context.faults)
-        )
+        self.manager = manager = PrefillRoomManager(settings, context)
+        self.socket = BootstrapSocket(settings.guard, context.metrics, settings.deadlines.register_s, context.hooks)
         context.metrics.watch(
             context.allocator,
             queued=lambda: manager.n_waiting,

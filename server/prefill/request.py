@@ -9,8 +9,7 @@ import msgspec
 from server.cache.arena import Arena
 from server.cache.layout import Placement
 from server.engine.request import GenerationRequest, SamplingParams, TokenLogprob
-from server.faults.claims import Lies
-from server.faults.spec import Fault
+from server.faults.hooks import Sending
 from server.node.request_log import RequestEnd
 from server.prefill.decode_peer import DecodePeer
 from server.prefill.kv_sender import Piece, Sender, SendJob
@@ -34,20 +33,19 @@ class Outgoing:
     Raises :class:`LayoutError` for a placement, here or there, that cannot hold the prompt.
     """
 
-    def __init__(
-        self, arena: Arena, placement: Placement, peer: DecodePeer, reserve: Reserve, n: int, lies: Lies
-    ) -> None:
-        source = Side(arena.layout, placement)
+    def __init__(self, arena: Arena, sending: Sending, peer: DecodePeer, reserve: Reserve, n: int) -> None:
+        source = Side(arena.layout, sending.source)
         target = Side(peer.layout, Placement(reserve.slot, reserve.pages))
-        sent = [name for name in reserve.components if name not in lies.unsent]
-        claimed = [name for name in reserve.components if name not in lies.unclaimed]
+        sent = [name for name in reserve.components if name not in sending.unsent]
+        claimed = [name for name in reserve.components if name not in sending.unclaimed]
         self._key = RoomKey.of(reserve)
         self._base, self._peer_base = arena.ptr, peer.manifest.arena_base
         self._page_size = arena.layout.page_size
         self._n = n
         self._plan = CopyPlan(source, target, n, sent)
         self._claims = CopyPlan(source, target, n, claimed) if claimed != sent else self._plan
-        self._miscounted = {name: arena.layout.component(name).row_nbytes for name in lies.miscounted}
+        self._miscounted = {name: arena.layout.component(name).row_nbytes for name in sending.miscounted}
+        self._holds_pages = sending.holds_pages
         self._pages_sent = 0
         self._n_batches = 0
 
@@ -57,7 +55,7 @@ class Outgoing:
         ``deadline_s`` is when they must have arrived, on the sender's clock.
         """
         first, last = self._pages_sent, min(n_computed, self._n) // self._page_size
-        if last <= first:
+        if last <= first or self._holds_pages:
             return None
         self._pages_sent = last
         push = self._plan.full_pages(first, last)
@@ -97,7 +95,6 @@ class PrefillRequest:
     sender: Sender
     placement: Placement | None = None
     outgoing: Outgoing | None = None
-    faults: tuple[Fault, ...] = ()
     first: TokenLogprob | None = None
 
     @property

@@ -11,17 +11,17 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 
 from server.engine.events import Cancel, ChunkComputed, ComputeFailed, Event, Finished, PrefillFinished, Scrub, Scrubbed
 from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest
 from server.failure import Failure, RequestFailed, internal_error
-from server.faults.sending import SendingFaults
 from server.node.context import NodeContext, NodeSettings
 from server.prefill.decode_peer import DecodePeer
 from server.prefill.kv_sender import KVSender, Sender, SendResult
 from server.prefill.probe import ProbeKey, ProbeWriter
-from server.prefill.request import Batch, PrefillRequest, n_tokens_of, read_request
+from server.prefill.request import Batch, Outgoing, PrefillRequest, n_tokens_of, read_request
 from server.prefill.room import (
     Admitted,
     Advanced,
@@ -99,9 +99,9 @@ class PrefillRoomManager:
         self._metrics = context.metrics
         self._max_queue = settings.max_queue
         self._deadlines = settings.deadlines
-        self._faults = SendingFaults(context.arena, context.faults)
-        self._memory = RoomMemory(settings, context, self._faults)
-        self._make_transport = self._faults.wrapping(context.make_transport)
+        self._hooks = context.hooks
+        self._memory = RoomMemory(settings, context)
+        self._make_transport = context.hooks.transport(context.make_transport)
         self._make_sender = make_sender or self._start_sender
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -159,7 +159,7 @@ class PrefillRoomManager:
             self.routed_rooms.turned_away(request, failure)
             raise RequestFailed(failure)
         generation = self.routed_rooms.submit(request)
-        self._faults.entered("pair")
+        self._hooks.entered("pair")
         return generation
 
     # --- decode nodes -------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class PrefillRoomManager:
             return
         room = PrefillRoom(reserve, n_tokens, self._deadlines, self._clock())
         req = self.reqs[key] = PrefillRequest(room, request, peer, self.senders[peer])
-        self._faults.entered(room.phase)
+        self._hooks.entered(room.phase)
         self.step(req, reserve if failure is None else GivenUp(failure))
         if isinstance(reserve.request, RoutedRequest):
             failure = self.routed_rooms.join(req)
@@ -331,7 +331,7 @@ class PrefillRoomManager:
         try:
             actions = req.room.handle(event, self._clock())
             if req.room.phase is not phase:
-                self._faults.entered(req.room.phase)
+                self._hooks.entered(req.room.phase)
         except Exception as error:
             log.exception("%s failed on %s", req.key, type(event).__name__)
             self._fail(req, event, error)
@@ -353,13 +353,9 @@ class PrefillRoomManager:
             case Send():
                 req.peer.send(action.message)
             case PushPages() if req.outgoing is not None:
-                if not self._faults.holds_pages(req.faults):
-                    self._push(req, req.outgoing.push_pages(action.n_computed, self._transfer_deadline()))
+                self._push(req, req.outgoing.push_pages(action.n_computed, self._transfer_deadline()))
             case PushTail() if req.outgoing is not None:
-                if self._faults.is_on:
-                    self._spawn(self._push_damaged(req, req.outgoing.push_tail))
-                else:
-                    self._push(req, req.outgoing.push_tail(self._transfer_deadline()))
+                self._hooks.before_tail(req.key, partial(self._push_tail, req, req.outgoing))
             case CancelEngine():
                 self._submit_command(Cancel(req.key))
             case CancelPush():
@@ -377,6 +373,10 @@ class PrefillRoomManager:
     def _transfer_deadline(self) -> float:
         return self._clock() + self._deadlines.transfer_s
 
+    def _push_tail(self, req: PrefillRequest, outgoing: Outgoing) -> None:
+        if req.room.phase is PrefillPhase.TRANSFER:
+            self._push(req, outgoing.push_tail(self._transfer_deadline()))
+
     def _push(self, req: PrefillRequest, batch: Batch | None) -> None:
         if batch is None:
             return
@@ -384,29 +384,11 @@ class PrefillRoomManager:
         if batch.job is not None:
             req.sender.send(batch.job)
 
-    async def _push_damaged(self, req: PrefillRequest, push_tail: Callable[[float], Batch]) -> None:
-        """Fault injection: the tail goes after the damage to it, which may wait for another room."""
-        try:
-            if req.placement is None:
-                raise RuntimeError(f"{req.key} has no memory")
-            if await self._faults.damage(
-                req.key,
-                req.faults,
-                req.n_tokens,
-                req.placement,
-                lambda: req.room.phase is PrefillPhase.TRANSFER,
-            ):
-                self._push(req, push_tail(self._transfer_deadline()))
-        except Exception as error:
-            log.exception("%s could not be damaged", req.key)
-            self.step(req, GivenUp(internal_error("prefill", error)))
-
     def _forget(self, req: PrefillRequest, action: Forget) -> None:
         room, key = req.room, req.key
         del self.reqs[key]
         if req in self.queue:
             self.queue.remove(req)
-        self._faults.ended(key)
         req.end(action.reason or action.outcome).log()
         self._metrics.room_ended(action.outcome, action.reason)
         for phase, seconds in room.phase_s.items():

@@ -9,9 +9,6 @@ from server.cache.specs import LayoutError
 from server.engine.events import Prefill
 from server.engine.request import GenerationRequest
 from server.failure import Failure, internal_error
-from server.faults.claims import Lies
-from server.faults.sending import SendingFaults
-from server.faults.spec import skipped_checks
 from server.node.context import NodeContext, NodeSettings
 from server.prefill.decode_peer import DecodePeer
 from server.prefill.request import Outgoing, PrefillRequest
@@ -23,10 +20,10 @@ from server.transfer.protocol import Reserve
 class RoomMemory:
     """Slots and pages of all rooms. Lives in the node's event loop."""
 
-    def __init__(self, settings: NodeSettings, context: NodeContext, faults: SendingFaults) -> None:
+    def __init__(self, settings: NodeSettings, context: NodeContext) -> None:
         self._arena = context.arena
         self._allocator = context.allocator
-        self._faults = faults
+        self._hooks = context.hooks
         self._max_tokens = min(settings.max_context, context.allocator.capacity_tokens)
         self._vocab_size = context.tokenizer.vocab_size
 
@@ -64,18 +61,18 @@ class RoomMemory:
         if req.placement is None:
             raise RuntimeError(f"{req.key} has no memory")
         key, reserve, n = req.key, req.room.reserve, req.n_tokens
-        req.faults = self._faults.strike(key)
-        owner = None if Check.STAMP in skipped_checks(req.faults) else key.owner
-        source = self._faults.start(key, req.faults, n, req.placement)
+        sending = self._hooks.sending(key, n, req.placement)
+        owner = None if Check.STAMP in sending.skipped else key.owner
         if owner is not None:
-            self._arena.owners.check(n, source, reserve.components, owner)
-        req.outgoing = Outgoing(self._arena, source, req.peer, reserve, n, Lies.of(req.faults))
-        return Prefill(key, req.request, source, key.room, key.epoch, owner)
+            self._arena.owners.check(n, sending.source, reserve.components, owner)
+        req.outgoing = Outgoing(self._arena, sending, req.peer, reserve, n)
+        return Prefill(key, req.request, sending.source, key.room, key.epoch, owner)
 
     def give_back(self, req: PrefillRequest) -> None:
         """Nobody reads or writes there any more."""
         key = req.key
         if req.placement is not None:
+            self._hooks.memory_free(key)
             self._arena.owners.clear(req.placement, key.owner)
         if self._allocator.state_of(key) is not ItemState.FREE:
             self._allocator.release(key)

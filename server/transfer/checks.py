@@ -6,7 +6,7 @@ import enum
 
 
 class Check(enum.StrEnum):
-    """One proof. All of them run for every room, unless a fault switches one off."""
+    """One proof. All of them are made for every room, unless one is switched off on purpose."""
 
     STAMP = "stamp"
     """Every slot and page that rows are read from is stamped with this room (both nodes)."""

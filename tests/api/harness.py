@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cluster
 import httpx
-from cluster import wait
 from prometheus_client import CollectorRegistry
 
 from server.api import create_app
 from server.engine.tokenizer import Tokenizer
 from tests.api.fakes import FakeBackend
+from tests.support import waiting
 from tests.support.byte_bpe import write_tokenizer_dir
 
 COMPLETIONS = "/v1/completions"
@@ -75,8 +76,8 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 
 def until(condition: Callable[[], object]) -> None:
-    wait.until(condition, WITHIN_S, "what the test waits for")
+    cluster.until(condition, WITHIN_S, "what the test waits for")
 
 
 async def until_async(condition: Callable[[], object]) -> None:
-    await wait.until_async(condition, WITHIN_S, "what the test waits for")
+    await waiting.until(condition, WITHIN_S, "what the test waits for")

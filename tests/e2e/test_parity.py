@@ -8,17 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from server.cache.arena import Arena
-from server.cache.layout import ArenaLayout, Placement
+from server.cache.layout import Placement
 from server.cache.live import LIVE_RULES
-from server.cache.specs import HANDOFF, CacheGeometry, Scope
+from server.cache.specs import HANDOFF, Scope
 from server.engine.request import GenerationRequest
-from server.engine.runner import ModelRunner
 from server.engine.tokenizer import Tokenizer
 from server.model.batch import Segment
 from server.model.network import DeepseekV4
 from server.model.state import state_components
 from tests.support.pair import Pair, Side, a_request, answer, running_decode, running_pair, tokens
+from tests.support.runners import make_runner
 
 LENGTHS = [1, 3, 4, 5, 18, 63, 64, 65, 127, 128, 129, 255, 256, 257, 383, 384, 511, 512, 513, 1025]
 QUICK = [1, 4, 18, 65, 128, 257, 513]
@@ -89,8 +88,7 @@ async def committed_image(pair: Pair, request: GenerationRequest) -> tuple[bytes
 def state_after_prompt(model: DeepseekV4, request: GenerationRequest, chunk: int) -> dict[str, bytes]:
     """Every component's live bytes as a node computes them (P scrubs its own as soon as D has committed)."""
     n = len(request.prompt_ids)
-    geometry = CacheGeometry(256, 8, 3, model.config.sliding_window, 0, state_components(model.config, "float32"))
-    runner = ModelRunner(model, Arena(ArenaLayout.from_geometry(geometry)))
+    runner = make_runner(model)
     place = Placement(1, (4, 2, 6, 5, 1))
     for start in range(0, n, chunk):
         runner.forward([Segment(request.prompt_ids[start : start + chunk], start, place)])

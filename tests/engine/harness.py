@@ -5,16 +5,13 @@ from __future__ import annotations
 import queue
 from collections.abc import Sequence
 
-from server.cache.arena import Arena
-from server.cache.layout import ArenaLayout, Placement
-from server.cache.specs import CacheGeometry
+from server.cache.layout import Placement
 from server.engine.engine import Engine
 from server.engine.events import ComputeFailed, Event, Finished, Generate, Output, PrefillFinished
 from server.engine.request import GenerationRequest
-from server.engine.runner import ModelRunner
 from server.engine.tokenizer import Tokenizer
 from server.model.network import DeepseekV4
-from server.model.state import state_components
+from tests.support.runners import make_runner
 
 TIMEOUT_S = 60.0
 
@@ -23,13 +20,10 @@ class Harness:
     """An engine with ``k`` draft tokens a step, over poisoned memory."""
 
     def __init__(self, model: DeepseekV4, tokenizer: Tokenizer, k: int = 0, *, cold: bool = False) -> None:
-        components = state_components(model.config, "float32", k, draft=model.nextn is not None)
-        geometry = CacheGeometry(256, 60, 20, model.config.sliding_window, k, components)
-        self.arena = Arena(ArenaLayout.from_geometry(geometry), poison=True)
+        runner = make_runner(model, spec_tokens=k, pages=60)
+        self.arena = runner.arena
         self.events: queue.Queue[Event] = queue.Queue()
-        self.engine = Engine(
-            ModelRunner(model, self.arena), tokenizer, self.events.put, chunk_tokens=64, spec_tokens=k, cold_draft=cold
-        )
+        self.engine = Engine(runner, tokenizer, self.events.put, chunk_tokens=64, spec_tokens=k, cold_draft=cold)
         self.engine.start()
 
     def until(self, kind: type, key: object) -> list[Event]:

@@ -32,20 +32,8 @@ from server.engine.runner import ModelRunner
 from server.engine.stopping import OutputProcessor
 from server.engine.tokenizer import Tokenizer
 from server.failure import Failure
-from server.model.loader import load_model
 from server.model.network import DeepseekV4
 from tests.engine.harness import Harness, outputs_of, tokens_of
-from tests.support.checkpoints import BUNDLED
-
-
-@pytest.fixture(scope="module")
-def model() -> DeepseekV4:
-    return load_model(BUNDLED)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(BUNDLED)
 
 
 @pytest.fixture

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from server.cache.arena import Arena
-from server.cache.layout import ArenaLayout, Placement
-from server.cache.specs import CacheGeometry
+from server.cache.layout import Placement
 from server.engine import engine as engine_module
 from server.engine.engine import Engine
 from server.engine.events import ComputeFailed, Event, Output, Prefill, PrefillFinished, Resume
@@ -23,9 +21,9 @@ from server.engine.speculation import ChainStart, accepted
 from server.engine.tokenizer import Tokenizer
 from server.model.loader import load_model
 from server.model.network import DeepseekV4
-from server.model.state import state_components
 from tests.engine.harness import Harness, tokens_of
-from tests.support.checkpoints import BUNDLED, write_checkpoint
+from tests.support.checkpoints import write_checkpoint
+from tests.support.runners import make_runner
 
 LENGTHS = [1, 3, 18, 63, 64, 127, 129, 255, 257]
 
@@ -35,11 +33,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DeepseekV4:
     path: Path = tmp_path_factory.mktemp("draft")
     write_checkpoint(path, seed=5, draft=True, vocab_size=529)
     return load_model(path, draft=True)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(BUNDLED)
 
 
 @pytest.fixture
@@ -185,9 +178,7 @@ def test_a_missing_draft_window_fails_by_name_instead_of_drafting_badly(harness:
 
 
 def test_more_drafts_than_the_rings_can_undo_are_refused(model: DeepseekV4, tokenizer: Tokenizer) -> None:
-    components = state_components(model.config, "float32", 3, draft=True)
-    geometry = CacheGeometry(256, 6, 4, model.config.sliding_window, 3, components)
-    runner = ModelRunner(model, Arena(ArenaLayout.from_geometry(geometry)))
+    runner = make_runner(model, spec_tokens=3)
     with pytest.raises(ValueError, match="4 draft tokens a step cannot be undone: the rings have room for 3"):
         Engine(runner, tokenizer, lambda event: None, spec_tokens=4)
     Engine(runner, tokenizer, lambda event: None, spec_tokens=3)

@@ -21,11 +21,6 @@ STUCK = "import sys, time\nsys.stdin.buffer.read(1)\nprint('began', file=sys.std
 """A worker that takes its tokenizer and never answers."""
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(BUNDLED_MODEL)
-
-
 @pytest.fixture
 def process(tokenizer: Tokenizer) -> Iterator[TokenizerProcess]:
     process = tokenizer.process()

@@ -1,4 +1,4 @@
-"""The vocabulary of ``--fault``: what can be said, to whom, how often it strikes, and what it does to messages."""
+"""The vocabulary of ``--fault``: what can be said, to whom, how often, and what it does to messages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from server.decode.room import DecodePhase
-from server.faults.messages import Outbox
+from server.faults.messages import MessageFaults
 from server.faults.spec import MESSAGE_TYPES, PHASES, FaultError, FaultSet, parse_fault, skipped_checks
 from server.prefill.room import PrefillPhase
 from server.transfer.checks import Check
-from server.transfer.protocol import AnyMessage, Ping, Pong, ProtocolError, decode
+from server.transfer.protocol import AnyMessage, Ping, Pong, ProtocolError, decode, encode
 from tests.nodes.support import pairs
 
 PING, PONG = Ping("a" * 32, 1), Pong("b" * 32, 1, registered=True)
@@ -38,9 +38,9 @@ def test_a_fault_is_shown_as_it_was_written(spec: str) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        "drop", "drop:", "drop:swaa", "burn:swa", "drop:swa:x", "drop:swa@moon", "forget:swa@wire", "kill",
-        "kill:lunch", "drop-message", "drop-message:Hello", "delay-writes", "delay-writes:soon", "unchecked:luck",
-        "zero:swa:1:2",
+        "drop", "drop:", "drop:swaa", "burn:swa", "drop:swa:x", "drop:swa@moon", "drop:swa@", "drop:@wire",
+        "forget:swa@wire", "kill", "kill:lunch", "drop-message", "drop-message:Hello", "delay-writes",
+        "delay-writes:soon", "unchecked:luck", "zero:swa:1:2",
     ],
 )  # fmt: skip
 def test_faults_that_do_not_exist_are_refused(spec: str) -> None:
@@ -71,7 +71,7 @@ def test_phases_are_those_of_the_rooms() -> None:
 
 def test_a_count_is_used_up() -> None:
     faults = FaultSet.parse(["drop:swa:2", "zero:swa"])
-    assert [[str(fault) for fault in faults.strike("room")] for _ in range(3)] == [
+    assert [[str(fault) for fault in faults.of_room("room")] for _ in range(3)] == [
         ["drop:swa", "zero:swa"],
         ["drop:swa", "zero:swa"],
         ["zero:swa"],
@@ -86,14 +86,14 @@ def test_a_file_is_read_again_when_it_has_changed_and_its_counts_last_until_then
         (tmp_path / "new").write_text(text)
         (tmp_path / "new").rename(file)
 
-    assert faults.strike("room 1") == ()
+    assert faults.of_room("room 1") == ()
     write("drop:swa:1 zero:c4_kv\n nonsense")
-    assert [str(fault) for fault in faults.strike("room 2")] == ["drop:swa", "zero:c4_kv"]
-    assert [str(fault) for fault in faults.strike("room 3")] == ["zero:c4_kv"]
+    assert [str(fault) for fault in faults.of_room("room 2")] == ["drop:swa", "zero:c4_kv"]
+    assert [str(fault) for fault in faults.of_room("room 3")] == ["zero:c4_kv"]
     write("drop:swa:1")
-    assert [str(fault) for fault in faults.strike("room 4")] == ["drop:swa"]
+    assert [str(fault) for fault in faults.of_room("room 4")] == ["drop:swa"]
     file.unlink()
-    assert faults.strike("room 5") == ()
+    assert faults.of_room("room 5") == ()
 
 
 async def test_a_node_shows_its_faults_and_the_files_of_them() -> None:
@@ -123,9 +123,9 @@ for _ in range({entered}):
 async def sent(spec: str, *messages: AnyMessage) -> list[str]:
     """What arrives of ``messages``, else of Ping, Pong, Ping, by type or ``refused``, in order."""
     arrived: list[bytes] = []
-    outbox = Outbox(FaultSet.parse([spec]))
+    faults = MessageFaults(FaultSet.parse([spec]))
     for message in messages or (PING, PONG, PING):
-        outbox.send(message, arrived.append)
+        faults.post(message, encode(message), arrived.append)
     await asyncio.sleep(0)
     found = []
     for frame in arrived:
@@ -158,7 +158,7 @@ async def test_a_late_message_goes_behind_the_first_one_of_a_later_registration(
 async def test_a_message_that_no_other_follows_is_sent_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.faults.messages.REORDER_WAIT_S", 0.01)
     arrived = asyncio.Event()
-    Outbox(FaultSet.parse(["reorder-message:Ping"])).send(PING, lambda frame: arrived.set())
+    MessageFaults(FaultSet.parse(["reorder-message:Ping"])).post(PING, encode(PING), lambda frame: arrived.set())
     assert not arrived.is_set()
     await asyncio.wait_for(arrived.wait(), 5.0)
 

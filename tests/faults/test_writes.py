@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from server.faults.writes import FaultyEngine, Rule, WriteFault, WriteFaults
+from server.faults.spec import FaultKind
+from server.faults.writes import FaultyEngine, Rule, WriteFaults
 from server.transfer.engines.base import PieceStatus
 from server.transfer.engines.loopback import LoopbackEngine
 from tests.transfer_engines.support import Bytes, random_bytes
@@ -26,9 +27,9 @@ class Bench:
     source: Bytes
     target: Bytes
 
-    def arm(self, fault: WriteFault, data: bytes = b"", seconds: float = 0.0) -> None:
+    def arm(self, kind: FaultKind, data: bytes = b"", seconds: float = 0.0) -> None:
         address = self.source.ctypes.data + UNDER.start
-        self.faults.arm("room", (Rule(fault, address, UNDER.stop - UNDER.start, data, seconds),))
+        self.faults.arm("room", (Rule(kind, address, UNDER.stop - UNDER.start, data, seconds),))
 
     def write(self, start: int = 0, stop: int = NBYTES) -> PieceStatus:
         src, dst = self.source.ctypes.data + start, self.target.ctypes.data + start
@@ -58,7 +59,7 @@ def test_without_a_rule_every_byte_arrives(bench: Bench) -> None:
 
 def test_replaced_bytes_arrive_instead_and_the_source_stays_right(bench: Bench) -> None:
     before = bench.source.copy()
-    bench.arm(WriteFault.REPLACE, bytes(500))
+    bench.arm(FaultKind.ZERO, bytes(500))
     assert [bench.write(0, 1200), bench.write(1200)] == [PieceStatus.APPLIED] * 2
     expected = before.copy()
     expected[UNDER] = 0
@@ -70,7 +71,7 @@ def test_replaced_bytes_arrive_instead_and_the_source_stays_right(bench: Bench) 
 
 
 def test_skipped_bytes_do_not_arrive_and_are_reported_applied(bench: Bench) -> None:
-    bench.arm(WriteFault.SKIP)
+    bench.arm(FaultKind.DROP)
     assert [bench.write(), bench.write(UNDER.start, UNDER.stop)] == [PieceStatus.APPLIED] * 2
     expected = bench.source.copy()
     expected[UNDER] = 0
@@ -78,7 +79,7 @@ def test_skipped_bytes_do_not_arrive_and_are_reported_applied(bench: Bench) -> N
 
 
 def test_a_refused_piece_writes_nothing_and_its_neighbour_arrives(bench: Bench) -> None:
-    bench.arm(WriteFault.REFUSE)
+    bench.arm(FaultKind.FAIL_WRITES)
     assert bench.write(0, 1001) is PieceStatus.REFUSED
     assert not bench.target.any()
     assert bench.write(0, 1000) is PieceStatus.APPLIED
@@ -86,7 +87,7 @@ def test_a_refused_piece_writes_nothing_and_its_neighbour_arrives(bench: Bench) 
 
 
 def test_a_delayed_piece_is_running_until_it_is_written(bench: Bench) -> None:
-    bench.arm(WriteFault.DELAY, seconds=0.05)
+    bench.arm(FaultKind.DELAY_WRITES, seconds=0.05)
     started = time.monotonic()
     assert bench.write() is PieceStatus.APPLIED
     assert time.monotonic() - started >= 0.05
@@ -94,7 +95,7 @@ def test_a_delayed_piece_is_running_until_it_is_written(bench: Bench) -> None:
 
 
 def test_a_late_piece_is_unknown_and_lands_as_it_was(bench: Bench) -> None:
-    bench.arm(WriteFault.LATE, seconds=0.05)
+    bench.arm(FaultKind.LATE_WRITES, seconds=0.05)
     before = bench.source.copy()
     assert bench.write() is PieceStatus.UNKNOWN
     bench.source[:] = 0
@@ -105,7 +106,7 @@ def test_a_late_piece_is_unknown_and_lands_as_it_was(bench: Bench) -> None:
 
 
 def test_a_closed_engine_writes_nothing_late(bench: Bench) -> None:
-    bench.arm(WriteFault.LATE, seconds=60.0)
+    bench.arm(FaultKind.LATE_WRITES, seconds=60.0)
     assert bench.write() is PieceStatus.UNKNOWN
     (timer,) = bench.sender._timers
     bench.sender.close()

@@ -9,9 +9,10 @@ import torch
 
 from server.cache.layout import Placement
 from server.model.batch import Segment
-from tests.model.conftest import Pair, make_runner, prefill, prompt
+from tests.model.conftest import Pair
+from tests.support.runners import make_runner, prefill, prompt
 
-LENGTHS = [1, 3, 4, 5, 18, "W-1", "W", "W+1", 127, 128, 129, 255, 256, 257, 511, 512, 513, 1025]
+LENGTHS: list[int | str] = [1, 3, 4, 5, 18, "W-1", "W", "W+1", 127, 128, 129, 255, 256, 257, 511, 512, 513, 1025]
 QUICK = [1, 4, 18, "W", 129, 257, 513]
 CHUNKS = [1, 7, 64, 256, 2048]
 PLACEMENT = Placement(3, (7, 2, 11, 5, 13, 1))

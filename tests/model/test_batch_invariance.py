@@ -14,8 +14,8 @@ from server.engine.runner import ModelRunner
 from server.model.batch import Segment
 from server.model.loader import load_model
 from server.model.network import DeepseekV4
-from tests.model.conftest import make_runner, prefill, prompt
 from tests.support.checkpoints import BUNDLED, write_checkpoint
+from tests.support.runners import make_runner, prefill, prompt
 
 
 @pytest.fixture(scope="module", params=["bundled", "random"])

@@ -8,8 +8,8 @@ from server.cache.layout import Placement
 from server.model.config import load_config
 from server.model.loader import load_model
 from server.model.state import state_components
-from tests.model.conftest import make_runner, prefill, prompt
 from tests.support.checkpoints import BUNDLED
+from tests.support.runners import make_runner, prefill, prompt
 
 
 def logits(dtype: torch.dtype, chunk: int) -> torch.Tensor:

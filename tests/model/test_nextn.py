@@ -14,9 +14,9 @@ from server.model.batch import Segment
 from server.model.config import CheckpointError
 from server.model.loader import has_draft, load_model
 from server.model.network import DeepseekV4
-from tests.model.conftest import make_runner, prompt
 from tests.model.plain_nextn import plain_nextn
 from tests.support.checkpoints import tensors_of, write_checkpoint
+from tests.support.runners import make_runner, prompt
 
 N = 90
 PLACE = Placement(2, (3, 1))

@@ -21,8 +21,8 @@ from server.model.batch import Segment
 from server.model.loader import load_model
 from server.model.network import DeepseekV4
 from server.model.rope import Rotation
-from tests.model.conftest import make_runner, prefill, prompt
 from tests.support.checkpoints import write_checkpoint
+from tests.support.runners import make_runner, prefill, prompt
 
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -143,7 +143,7 @@ def test_log_probabilities_do_not_depend_on_the_batch() -> None:
     assert together == [sample(logits[i : i + 1].clone(), how[i : i + 1])[0] for i in range(37)]
 
 
-ELEMENTWISE = {
+ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": batch_invariant.sigmoid,
     "softplus": batch_invariant.softplus,
     "swiglu": lambda x: batch_invariant.swiglu_(x.clone(), torch.ones_like(x)),
@@ -168,7 +168,8 @@ def test_an_element_is_the_same_bits_wherever_it_lies(name: str) -> None:
     """
     function = ELEMENTWISE[name]
     x = torch.randn(3 * 22_221, generator=torch.Generator().manual_seed(1)) * 8
-    whole, start, pieces = function(x), 0, []
+    whole, start = function(x), 0
+    pieces: list[torch.Tensor] = []
     while start < len(x):
         step = 3 * (1 + len(pieces) % 70)
         pieces.append(function(x[start : start + step].clone()))

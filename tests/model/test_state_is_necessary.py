@@ -11,19 +11,12 @@ import torch
 
 from server.cache.layout import Placement
 from server.model.batch import Segment
-from server.model.loader import load_model
 from server.model.network import DeepseekV4
-from tests.model.conftest import make_runner, prefill
-from tests.support.checkpoints import BUNDLED
+from tests.support.runners import make_runner, prefill
 
 N, PLACE = 393, Placement(2, (3, 1))
 """One token of a CSA group is open, and nine of an HCA window that closes at 511."""
 STEPS = 512 - N
-
-
-@pytest.fixture(scope="module")
-def model() -> DeepseekV4:
-    return load_model(BUNDLED)
 
 
 def logits_after(model: DeepseekV4, zeroed: str | None) -> torch.Tensor:

@@ -41,11 +41,11 @@ class Manager:
 class Node(BaseNode):
     role = "test"
     busy = False
-    _manager: Manager
+    manager: Manager
 
     def __init__(self) -> None:
         super().__init__(NodeSettings(model_name="m", max_context=1), Mock())
-        self._manager = self.manager = Manager()
+        self.manager = Manager()
 
     async def _open(self) -> None: ...
     async def _close(self) -> None: ...

@@ -45,6 +45,7 @@ from server.engine.events import (
 )
 from server.engine.request import FinishReason, GenerationRequest, SamplingParams, TokenLogprob, TokenOutput
 from server.failure import Failure
+from server.faults.injection import hooks_of
 from server.faults.spec import FaultSet
 from server.node.context import NodeContext
 from server.prefill.decode_peer import DecodePeer
@@ -365,7 +366,7 @@ def _bare(
         tokenizer=FakeTokenizer(),
         sampling_defaults=SamplingParams(),
         metrics=NodeMetrics(CollectorRegistry()),
-        faults=FaultSet.parse(faults),
+        hooks=hooks_of(FaultSet.parse(faults), arena),
     )
     return NodeUnderTest(None, engine, parts)
 

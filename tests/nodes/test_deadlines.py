@@ -12,7 +12,7 @@ import pytest
 
 from server.decode import room_manager
 from server.failure import RequestFailed
-from server.transfer.engines.loopback import Fault, LoopbackEngine
+from server.transfer.engines.loopback import LoopbackEngine, PieceFate
 from server.transfer.protocol import Committed, Reserve
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, deaf_to, pairs, request, until
 from tests.nodes.test_failures import assert_works_again
@@ -77,12 +77,12 @@ async def test_a_prefill_node_that_lives_but_says_nothing_of_the_room(
 async def test_transfer(pair: Pair) -> None:
     struck = []
 
-    def hang_once(submission: object) -> Fault | None:
+    def hang_once(submission: object) -> PieceFate | None:
         struck.append(submission)
-        return Fault.HANG if len(struck) == 1 else None
+        return PieceFate.HANG if len(struck) == 1 else None
 
     p = await pair.prefill(
-        make_transport=lambda: LoopbackEngine(fault_hook=hang_once), deadlines=replace(FAST, transfer_s=0.5)
+        make_transport=lambda: LoopbackEngine(fate_of=hang_once), deadlines=replace(FAST, transfer_s=0.5)
     )
     d = await pair.decode(p)
     failure = await failure_of(d)

@@ -17,7 +17,7 @@ from server.decode import room_manager
 from server.engine.events import Died
 from server.engine.request import FinishReason
 from server.failure import RequestFailed
-from server.transfer.engines.loopback import Fault, LoopbackEngine, Submission
+from server.transfer.engines.loopback import LoopbackEngine, PieceFate, Submission
 from server.transfer.protocol import Committed, encode, seal
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.transfer.support import make_geometry
@@ -64,8 +64,8 @@ async def test_an_abort_in_any_phase_leaves_every_count_at_its_start(
     engines: list[LoopbackEngine] = []
 
     def transport() -> LoopbackEngine:
-        hook = (lambda submission: Fault.HANG) if phase == "transfer" else None
-        engines.append(LoopbackEngine(fault_hook=hook))
+        hook = (lambda submission: PieceFate.HANG) if phase == "transfer" else None
+        engines.append(LoopbackEngine(fate_of=hook))
         return engines[-1]
 
     p = await pair.prefill(geometry=make_geometry(slots=2), make_transport=transport)
@@ -129,30 +129,30 @@ async def test_aborting_a_hundred_rooms_leaks_nothing(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "code", "fences"),
+    ("fate", "code", "fences"),
     [
-        (Fault.REFUSE, "transfer_failed", 0),
-        (Fault.LOSE, "transfer_failed", 1),
-        (Fault.LAND_LATE, "transfer_failed", 1),
-        (Fault.RAISE, "transfer_failed", 1),
-        (Fault.HANG, "transfer_failed", 1),
-        (Fault.CORRUPT, "component_mismatch", 0),
+        (PieceFate.REFUSE, "transfer_failed", 0),
+        (PieceFate.LOSE, "transfer_failed", 1),
+        (PieceFate.LAND_LATE, "transfer_failed", 1),
+        (PieceFate.RAISE, "transfer_failed", 1),
+        (PieceFate.HANG, "transfer_failed", 1),
+        (PieceFate.CORRUPT, "component_mismatch", 0),
     ],
 )
 async def test_a_bad_write_fails_the_room_and_its_memory_is_safe(
-    pair: Pair, fault: Fault, code: str, fences: int
+    pair: Pair, fate: PieceFate, code: str, fences: int
 ) -> None:
     engines: list[LoopbackEngine] = []
     struck = []
 
-    def strike(submission: Submission) -> Fault | None:
+    def strike(submission: Submission) -> PieceFate | None:
         if struck:
             return None
         struck.append(submission)
-        return fault
+        return fate
 
     def transport() -> LoopbackEngine:
-        engines.append(LoopbackEngine(fault_hook=strike))
+        engines.append(LoopbackEngine(fate_of=strike))
         return engines[-1]
 
     p = await pair.prefill(make_transport=transport, deadlines=replace(FAST, transfer_s=1.0))
@@ -160,7 +160,7 @@ async def test_a_bad_write_fails_the_room_and_its_memory_is_safe(
     with pytest.raises(RequestFailed) as caught:
         await answer(d.node, request(270))
     told = (caught.value.code, caught.value.kind)
-    assert told == (code, "peer") or (fault is Fault.HANG and told == ("deadline", "deadline")), (
+    assert told == (code, "peer") or (fate is PieceFate.HANG and told == ("deadline", "deadline")), (
         "the room's or the sender's own"
     )
     assert any(name in caught.value.failure.reason for name in (*COMPONENTS, "pages", "deadline"))
@@ -173,11 +173,11 @@ async def test_a_bad_write_fails_the_room_and_its_memory_is_safe(
 async def test_requests_that_wait_during_a_fence_are_served_after_it(pair: Pair) -> None:
     struck = []
 
-    def lose_one(submission: Submission) -> Fault | None:
+    def lose_one(submission: Submission) -> PieceFate | None:
         struck.append(submission)
-        return Fault.LOSE if len(struck) == 3 else None
+        return PieceFate.LOSE if len(struck) == 3 else None
 
-    p = await pair.prefill(make_transport=lambda: LoopbackEngine(fault_hook=lose_one))
+    p = await pair.prefill(make_transport=lambda: LoopbackEngine(fate_of=lose_one))
     d = await pair.decode(p)
     asked = [request(270, seed=i) for i in range(9)]
     results = await asyncio.gather(*(answer(d.node, one) for one in asked), return_exceptions=True)

@@ -90,9 +90,8 @@ async def test_delayed_writes_are_waited_for(pair: Pair) -> None:
 
 
 async def test_without_a_second_room_nothing_is_swapped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.faults.sending.SWAP_WAIT_S", 0.1)
+    monkeypatch.setattr("server.faults.rows.SWAP_WAIT_S", 0.1)
     p = await pair.prefill(faults=("swap:swa:1", "swap:swa@pool:1"))
-    p.node._manager._faults._rows._swap_wait_s = 0.1
     d = await pair.decode(p)
     assert await answer(d.node, request(270)) == expected(request(270))
     await assert_works_again(p, d)

@@ -13,10 +13,9 @@ import pytest
 
 from server.decode.room import DecodeRoom
 from server.failure import RequestFailed
-from server.node.supervisor import Supervisor
 from server.prefill.kv_sender import SendJob
 from server.transfer.engines.base import EngineClosed, TransferError
-from server.transfer.engines.loopback import Fault, LoopbackEngine
+from server.transfer.engines.loopback import LoopbackEngine, PieceFate
 from server.transfer.protocol import Done
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
 from tests.nodes.test_failures import all_free, assert_works_again
@@ -210,20 +209,6 @@ async def test_a_node_that_dies_tells_its_clients_why(pair: Pair, monkeypatch: p
     assert not d.node.alive()[0], "also after the end"
 
 
-def test_the_first_death_is_the_reason_and_an_orderly_end_is_none() -> None:
-    supervisor, threads = Supervisor(), [threading.Thread(target=print, name=name) for name in ("first", "second")]
-    supervisor.watch(lambda: threads)
-    for thread in threads:
-        thread.start()
-        thread.join()
-    assert supervisor.look() == "the thread 'first' has ended"
-    assert supervisor.look() == "the thread 'first' has ended"
-    orderly = Supervisor()
-    orderly.watch(lambda: threads)
-    orderly.end()
-    assert orderly.look() == ""
-
-
 # --- one room ---
 
 
@@ -299,7 +284,7 @@ async def test_memory_in_quarantine_is_told_with_its_age_and_its_cause(pair: Pai
     engines: list[LoopbackEngine] = []
 
     def transport() -> LoopbackEngine:
-        engines.append(LoopbackEngine(fault_hook=lambda submission: Fault.HANG))
+        engines.append(LoopbackEngine(fate_of=lambda submission: PieceFate.HANG))
         return engines[-1]
 
     p = await pair.prefill(make_transport=transport)

@@ -11,7 +11,7 @@ import pytest
 
 from server.prefill.kv_sender import KVSender, Piece, SenderClosed, SendOutcome, SendResult
 from server.transfer.engines.base import PieceStatus, Ticket
-from server.transfer.engines.loopback import Fault, LoopbackEngine, Submission
+from server.transfer.engines.loopback import LoopbackEngine, PieceFate, Submission
 from tests.transfer_engines.support import Results, eventually, make_job, random_bytes
 
 NBYTES = 64
@@ -24,17 +24,17 @@ class Link:
     def __init__(self, results: Results, max_in_flight: int = 256) -> None:
         self.source = random_bytes(NBYTES * N_PIECES)
         self.target = np.zeros(NBYTES * N_PIECES, np.uint8)
-        self.faults: dict[int, Fault] = {}
+        self.fates: dict[int, PieceFate] = {}
         self.receiver = LoopbackEngine()
         self.receiver.register(self.target.ctypes.data, self.target.nbytes)
-        self.engine = LoopbackEngine(fault_hook=self.fault_of)
+        self.engine = LoopbackEngine(fate_of=self.fate_of)
         self.sender = KVSender(
             lambda: self.engine, self.receiver.session, results, "test-sender", max_in_flight=max_in_flight
         )
         self.sender.start()
 
-    def fault_of(self, submission: Submission) -> Fault | None:
-        return self.faults.get((submission.dst - self.target.ctypes.data) // NBYTES)
+    def fate_of(self, submission: Submission) -> PieceFate | None:
+        return self.fates.get((submission.dst - self.target.ctypes.data) // NBYTES)
 
     def pieces(self, first: int, count: int, component: str = "swa") -> list[Piece]:
         source, target = self.source.ctypes.data, self.target.ctypes.data
@@ -69,7 +69,7 @@ def test_a_batch_without_pieces_is_applied(link: Link, results: Results) -> None
 
 def test_no_more_pieces_are_in_flight_than_allowed(results: Results) -> None:
     link = Link(results, max_in_flight=10)
-    link.faults = dict.fromkeys(range(N_PIECES), Fault.HANG)
+    link.fates = dict.fromkeys(range(N_PIECES), PieceFate.HANG)
     link.sender.send(make_job(link.pieces(0, N_PIECES)))
     eventually(lambda: link.engine.submitted >= 10)
     time.sleep(0.1)
@@ -80,7 +80,7 @@ def test_no_more_pieces_are_in_flight_than_allowed(results: Results) -> None:
 
 
 def test_a_refused_piece_fails_its_batch_by_component_and_leaves_it_quiesced(link: Link, results: Results) -> None:
-    link.faults[3] = Fault.REFUSE
+    link.fates[3] = PieceFate.REFUSE
     link.sender.send(make_job(link.pieces(0, 16, "c128_state")))
     result = results.next()
     assert result.outcome is SendOutcome.REFUSED
@@ -90,9 +90,9 @@ def test_a_refused_piece_fails_its_batch_by_component_and_leaves_it_quiesced(lin
     assert link.applied() == [i for i in range(16) if i != 3]
 
 
-@pytest.mark.parametrize("fault", [Fault.LOSE, Fault.LAND_LATE])
-def test_a_lost_piece_makes_its_room_unquiesced_for_good(link: Link, results: Results, fault: Fault) -> None:
-    link.faults[3] = fault
+@pytest.mark.parametrize("fate", [PieceFate.LOSE, PieceFate.LAND_LATE])
+def test_a_lost_piece_makes_its_room_unquiesced_for_good(link: Link, results: Results, fate: PieceFate) -> None:
+    link.fates[3] = fate
     link.sender.send(make_job(link.pieces(0, 16)))
     result = results.next()
     assert (result.outcome, result.quiesced) == (SendOutcome.UNKNOWN, False)
@@ -126,7 +126,7 @@ def test_a_cancel_stops_the_next_piece_even_of_a_small_batch(
 
 
 def test_rooms_that_are_over_are_not_remembered(link: Link, results: Results) -> None:
-    link.faults = {1: Fault.REFUSE, 2: Fault.HANG}
+    link.fates = {1: PieceFate.REFUSE, 2: PieceFate.HANG}
     for i in range(4):
         link.sender.send(make_job(link.pieces(i, 1), key=f"room {i}", timeout_s=0.1))
     outcomes = {result.key: result.outcome for result in (results.next() for _ in range(4))}
@@ -136,14 +136,14 @@ def test_rooms_that_are_over_are_not_remembered(link: Link, results: Results) ->
 
 
 def test_a_lost_piece_outweighs_a_refused_one(link: Link, results: Results) -> None:
-    link.faults = {3: Fault.REFUSE, 4: Fault.LOSE}
+    link.fates = {3: PieceFate.REFUSE, 4: PieceFate.LOSE}
     link.sender.send(make_job(link.pieces(0, 16)))
     result = results.next()
     assert (result.outcome, result.quiesced) == (SendOutcome.UNKNOWN, False)
 
 
 def test_batches_go_on_beside_one_that_hangs(link: Link, results: Results) -> None:
-    link.faults[0] = Fault.HANG
+    link.fates[0] = PieceFate.HANG
     link.sender.send(make_job(link.pieces(0, 1), key="stuck"))
     link.sender.send(make_job(link.pieces(1, 50), key="other"))
     result = results.next()
@@ -151,7 +151,7 @@ def test_batches_go_on_beside_one_that_hangs(link: Link, results: Results) -> No
 
 
 def test_the_deadline_answers_at_once_and_the_pieces_are_polled_to_their_end(link: Link, results: Results) -> None:
-    link.faults[5] = Fault.HANG
+    link.fates[5] = PieceFate.HANG
     started = time.monotonic()
     link.sender.send(make_job(link.pieces(0, 16), timeout_s=0.1))
     result = results.next()
@@ -176,7 +176,7 @@ def test_a_deadline_with_nothing_in_flight_is_quiesced(link: Link, results: Resu
 
 def test_cancel_drops_what_is_not_submitted_and_waits_for_what_is(results: Results) -> None:
     link = Link(results, max_in_flight=4)
-    link.faults = dict.fromkeys(range(4), Fault.HANG)
+    link.fates = dict.fromkeys(range(4), PieceFate.HANG)
     link.sender.send(make_job(link.pieces(0, 100)))
     eventually(lambda: link.engine.submitted == 4)
     link.sender.cancel("room")
@@ -190,7 +190,7 @@ def test_cancel_drops_what_is_not_submitted_and_waits_for_what_is(results: Resul
 
 def test_cancel_of_one_room_leaves_the_others(results: Results) -> None:
     link = Link(results, max_in_flight=4)
-    link.faults = dict.fromkeys(range(4), Fault.HANG)
+    link.fates = dict.fromkeys(range(4), PieceFate.HANG)
     for i, key in enumerate(("first", "second", "third")):
         link.sender.send(make_job(link.pieces(100 * i, 100), key=key))
     link.sender.cancel("second")
@@ -203,7 +203,7 @@ def test_cancel_of_one_room_leaves_the_others(results: Results) -> None:
 
 
 def test_a_cancelled_room_with_a_lost_piece_is_not_quiesced(link: Link, results: Results) -> None:
-    link.faults = {0: Fault.LOSE, 1: Fault.HANG}
+    link.fates = {0: PieceFate.LOSE, 1: PieceFate.HANG}
     link.sender.send(make_job(link.pieces(0, 1), batch_id=0))
     link.sender.send(make_job(link.pieces(1, 1), batch_id=1))
     assert results.next().batch_id == 0
@@ -214,7 +214,7 @@ def test_a_cancelled_room_with_a_lost_piece_is_not_quiesced(link: Link, results:
 
 
 def test_a_result_is_not_quiesced_while_another_batch_of_the_room_runs(link: Link, results: Results) -> None:
-    link.faults[0] = Fault.HANG
+    link.fates[0] = PieceFate.HANG
     link.sender.send(make_job(link.pieces(0, 1), batch_id=0))
     link.sender.send(make_job(link.pieces(1, 1), batch_id=1))
     result = results.next()
@@ -224,7 +224,7 @@ def test_a_result_is_not_quiesced_while_another_batch_of_the_room_runs(link: Lin
 
 
 def test_an_exception_in_one_batch_fails_that_batch_alone(link: Link, results: Results) -> None:
-    link.faults[0] = Fault.RAISE
+    link.fates[0] = PieceFate.RAISE
     link.sender.send(make_job(link.pieces(0, 4), key="bad"))
     result = results.next()
     assert (result.key, result.outcome, result.quiesced) == ("bad", SendOutcome.UNKNOWN, False)
@@ -303,7 +303,7 @@ def test_a_receiver_of_results_that_raises_does_not_end_the_thread() -> None:
 
 def test_close_ends_every_batch_and_takes_no_more(results: Results) -> None:
     link = Link(results, max_in_flight=4)
-    link.faults = dict.fromkeys(range(4), Fault.HANG)
+    link.fates = dict.fromkeys(range(4), PieceFate.HANG)
     link.sender.send(make_job(link.pieces(0, 100), key="stuck"))
     link.sender.send(make_job(link.pieces(100, 100), key="waiting"))
     eventually(lambda: link.engine.submitted == 4)
@@ -317,7 +317,7 @@ def test_close_ends_every_batch_and_takes_no_more(results: Results) -> None:
 
 
 def test_waiting_for_a_piece_does_not_burn_a_core(link: Link, results: Results) -> None:
-    link.faults[0] = Fault.HANG
+    link.fates[0] = PieceFate.HANG
     link.sender.send(make_job(link.pieces(0, 1)))
     eventually(lambda: link.engine.submitted == 1)
     time.sleep(0.05)

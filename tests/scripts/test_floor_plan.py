@@ -17,7 +17,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "benchmark": ("cluster", "evaluation"),
     "demo": ("cluster", "evaluation"),
     "tiny": ("benchmark", "evaluation"),
-    "walk": (),
+    "walk": ("cluster",),
 }
 """Which other folders each folder may import."""
 FEW_LINES = 80

@@ -16,6 +16,7 @@ PAGE = """
 | 1 | D | `server/api/a.py::ask` `server/decode/b.py::Manager.open` | a request comes |
 | 2 | P | `server/prefill/c.py::take` | and goes over |
 | 3 | D | `server/decode/b.py::Manager.commit` | and back |
+| 4 (after 2) | P | `server/prefill/c.py::end` | while the other node goes on |
 
 - `server/node/log.py`
 """
@@ -41,7 +42,7 @@ def recorded() -> dict[str, list[Calls]]:
         call("node/log", "line", 220, n_lines=3),
         Calls("server/node/ticker.py", "tick", 10, [500_000, 2_500_000]),
     ]
-    return {"D": decode, "P": [call("prefill/c", "take", 100)]}
+    return {"D": decode, "P": [call("prefill/c", "take", 100), call("prefill/c", "end", 120)]}
 
 
 def way(calls: dict[str, list[Calls]]) -> Way:
@@ -52,20 +53,20 @@ def test_a_true_page_has_no_differences_and_its_way_is_counted(page: Page) -> No
     walked = way(recorded())
     assert differences(page, walked) == []
     assert Counts.of(page, walked) == Counts(
-        steps=3, stays=4, files=3, returns=1, folder_changes=3, lines=43, files_beside=1
+        steps=4, stays=5, files=3, returns=2, folder_changes=4, lines=50, files_beside=1, lines_beside=3
     )
 
 
 def test_a_step_that_did_not_run_is_named(page: Page) -> None:
     calls = recorded()
-    calls["P"] = []
+    calls["P"] = [call("prefill/c", "end", 120)]
     assert differences(page, way(calls)) == ["step 2: server/prefill/c.py::take did not run on P"]
 
 
 def test_a_step_that_ran_too_early_is_named(page: Page) -> None:
     calls = recorded()
-    calls["P"] = [call("prefill/c", "take", 15)]
-    assert differences(page, way(calls)) == ["step 2: server/prefill/c.py::take ran before the step before it"]
+    calls["P"] = [call("prefill/c", "take", 15), call("prefill/c", "end", 120)]
+    assert differences(page, way(calls)) == ["step 2: server/prefill/c.py::take ran before what it follows"]
 
 
 def test_a_file_that_the_page_leaves_out_is_named(page: Page) -> None:

@@ -25,6 +25,7 @@ from server.engine.events import Command, Event, Prefill, PrefillFinished, Resum
 from server.engine.request import GenerationRequest, RouteInfo, SamplingParams, TokenOutput
 from server.engine.runner import ModelRunner
 from server.engine.tokenizer import Tokenizer
+from server.faults.injection import hooks_of
 from server.faults.spec import FaultSet
 from server.model.network import DeepseekV4
 from server.model.state import state_components
@@ -80,7 +81,7 @@ class TestNode:
         self.arena = Arena(ArenaLayout.from_geometry(geometry), poison=side.poison)
         self.allocator = Allocator(geometry, permute_seed=side.permute_seed)
         self.registry = CollectorRegistry()
-        self.faults = FaultSet.parse(side.faults)
+        self.hooks = hooks_of(FaultSet.parse(side.faults), self.arena)
         self.commands: list[Command] = []
         self.events: list[Event] = []
         self.before_command: Callable[[Command], None] = lambda command: None
@@ -98,7 +99,7 @@ class TestNode:
             tokenizer=self._tokenizer,
             sampling_defaults=SamplingParams(),
             metrics=NodeMetrics(self.registry),
-            faults=self.faults,
+            hooks=self.hooks,
         )
 
     def settings(self) -> dict[str, Any]:

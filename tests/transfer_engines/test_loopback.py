@@ -1,4 +1,4 @@
-"""The in-process engine behaves like a real one, and each fault does what its name says."""
+"""The in-process engine behaves like a real one, and each fate does what its name says."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from server.transfer.engines.base import EngineClosed, PieceStatus, RegistrationFailed, SubmitFailed
-from server.transfer.engines.loopback import Fault, LoopbackEngine
+from server.transfer.engines.loopback import LoopbackEngine, PieceFate
 from tests.transfer_engines.support import Bytes, random_bytes
 
 
 def endpoints(
-    fault: Fault | None = None, at: int = 0, delay_s: float = 0.0
+    fate: PieceFate | None = None, at: int = 0, delay_s: float = 0.0
 ) -> tuple[LoopbackEngine, LoopbackEngine, Bytes, Bytes]:
     source, target = random_bytes(4096), np.zeros(4096, np.uint8)
-    sender = LoopbackEngine(fault_hook=lambda piece: fault if piece.ordinal == at else None, delay_s=delay_s)
+    sender = LoopbackEngine(fate_of=lambda piece: fate if piece.ordinal == at else None, delay_s=delay_s)
     receiver = LoopbackEngine()
     receiver.register(target.ctypes.data, target.nbytes)
     return sender, receiver, source, target
@@ -54,11 +54,15 @@ def test_overlapping_and_empty_regions_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "status"),
-    [(Fault.REFUSE, PieceStatus.REFUSED), (Fault.LOSE, PieceStatus.UNKNOWN), (Fault.LAND_LATE, PieceStatus.UNKNOWN)],
+    ("fate", "status"),
+    [
+        (PieceFate.REFUSE, PieceStatus.REFUSED),
+        (PieceFate.LOSE, PieceStatus.UNKNOWN),
+        (PieceFate.LAND_LATE, PieceStatus.UNKNOWN),
+    ],
 )
-def test_a_fault_hits_its_piece_alone_and_writes_nothing(fault: Fault, status: PieceStatus) -> None:
-    sender, receiver, source, target = endpoints(fault, at=1)
+def test_a_fault_hits_its_piece_alone_and_writes_nothing(fate: PieceFate, status: PieceStatus) -> None:
+    sender, receiver, source, target = endpoints(fate, at=1)
     assert write(sender, receiver, source[:8], target[:8]) is PieceStatus.APPLIED
     assert write(sender, receiver, source[8:], target[8:]) is status
     assert target[:8].all()
@@ -66,14 +70,14 @@ def test_a_fault_hits_its_piece_alone_and_writes_nothing(fault: Fault, status: P
 
 
 def test_a_late_piece_lands_after_it_was_given_up() -> None:
-    sender, receiver, source, target = endpoints(Fault.LAND_LATE)
+    sender, receiver, source, target = endpoints(PieceFate.LAND_LATE)
     assert write(sender, receiver, source, target) is PieceStatus.UNKNOWN
     assert sender.land_late() == source.nbytes
     assert np.array_equal(source, target)
 
 
 def test_no_piece_lands_through_a_closed_receiver() -> None:
-    sender, receiver, source, target = endpoints(Fault.LAND_LATE)
+    sender, receiver, source, target = endpoints(PieceFate.LAND_LATE)
     assert write(sender, receiver, source, target) is PieceStatus.UNKNOWN
     receiver.close()
     assert sender.land_late() == 0
@@ -83,7 +87,7 @@ def test_no_piece_lands_through_a_closed_receiver() -> None:
 
 
 def test_a_hanging_piece_runs_until_it_is_released() -> None:
-    sender, receiver, source, target = endpoints(Fault.HANG)
+    sender, receiver, source, target = endpoints(PieceFate.HANG)
     ticket = sender.submit(receiver.session, source.ctypes.data, target.ctypes.data, source.nbytes)
     assert {sender.poll(ticket) for _ in range(100)} == {PieceStatus.RUNNING}
     sender.release()
@@ -91,7 +95,7 @@ def test_a_hanging_piece_runs_until_it_is_released() -> None:
 
 
 def test_a_corrupted_piece_is_called_applied_and_differs_in_one_byte() -> None:
-    sender, receiver, source, target = endpoints(Fault.CORRUPT)
+    sender, receiver, source, target = endpoints(PieceFate.CORRUPT)
     assert write(sender, receiver, source, target) is PieceStatus.APPLIED
     assert np.flatnonzero(source != target).tolist() == [0]
 

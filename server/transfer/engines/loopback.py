@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from server.transfer.engines.base import EngineClosed, PieceStatus, RegistrationFailed, SubmitFailed, Ticket
 
 
-class Fault(enum.StrEnum):
+class PieceFate(enum.StrEnum):
     """What happens to one piece instead of being applied."""
 
     REFUSE = "refuse"
@@ -35,7 +35,7 @@ class Fault(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Submission:
-    """One piece as the fault hook sees it; ``ordinal`` counts this engine's submissions from 0."""
+    """One piece as ``fate_of`` sees it; ``ordinal`` counts this engine's submissions from 0."""
 
     ordinal: int
     session: str
@@ -44,14 +44,14 @@ class Submission:
     nbytes: int
 
 
-FaultHook = Callable[[Submission], Fault | None]
+FateOf = Callable[[Submission], PieceFate | None]
 
 
 @dataclass
 class _Write:
     submission: Submission
     peer: LoopbackEngine
-    fault: Fault | None
+    fate: PieceFate | None
     due: float
 
 
@@ -61,14 +61,14 @@ _numbers = itertools.count(1)
 
 
 class LoopbackEngine:
-    """``fault_hook`` is asked once a piece; ``delay_s`` is the time from ``submit`` to a terminal status."""
+    """``fate_of`` is asked once a piece; ``delay_s`` is the time from ``submit`` to a terminal status."""
 
     kind = "loopback"
     version = "1"
     transport = "memory"
 
-    def __init__(self, *, fault_hook: FaultHook | None = None, delay_s: float = 0.0) -> None:
-        self.fault_hook = fault_hook
+    def __init__(self, *, fate_of: FateOf | None = None, delay_s: float = 0.0) -> None:
+        self.fate_of = fate_of
         self.delay_s = delay_s
         self.submitted = 0
         self._regions: dict[int, int] = {}
@@ -107,20 +107,20 @@ class LoopbackEngine:
             raise SubmitFailed(f"no loopback engine has the session {session!r}")
         submission = Submission(self.submitted, session, src, dst, nbytes)
         self.submitted += 1
-        fault = self.fault_hook(submission) if self.fault_hook else None
-        if fault is Fault.RAISE:
+        fate = self.fate_of(submission) if self.fate_of else None
+        if fate is PieceFate.RAISE:
             raise RuntimeError(f"injected: submission {submission.ordinal} raises")
-        if fault is None and not peer._is_registered(dst, nbytes):
-            fault = Fault.REFUSE
+        if fate is None and not peer._is_registered(dst, nbytes):
+            fate = PieceFate.REFUSE
         ticket = Ticket(next(self._tickets))
         with _lock:
-            self._writes[ticket] = _Write(submission, peer, fault, time.monotonic() + self.delay_s)
+            self._writes[ticket] = _Write(submission, peer, fate, time.monotonic() + self.delay_s)
         return ticket
 
     def poll(self, ticket: Ticket) -> PieceStatus:
         with _lock:
             write = self._writes[ticket]
-            if time.monotonic() < write.due or (write.fault is Fault.HANG and not write.peer._closed):
+            if time.monotonic() < write.due or (write.fate is PieceFate.HANG and not write.peer._closed):
                 return PieceStatus.RUNNING
             del self._writes[ticket]
             return self._finish(write)
@@ -128,10 +128,10 @@ class LoopbackEngine:
     def release(self) -> None:
         """Let every hanging piece be applied at its next poll, and hang none that is submitted from now on."""
         with _lock:
-            self.fault_hook = None
+            self.fate_of = None
             for write in self._writes.values():
-                if write.fault is Fault.HANG:
-                    write.fault = None
+                if write.fate is PieceFate.HANG:
+                    write.fate = None
 
     def land_late(self) -> int:
         """Write what ``LAND_LATE`` pieces left behind, where the peer still exists; the number of bytes."""
@@ -155,15 +155,15 @@ class LoopbackEngine:
             )
 
     def _finish(self, write: _Write) -> PieceStatus:
-        if write.fault is Fault.REFUSE:
+        if write.fate is PieceFate.REFUSE:
             return PieceStatus.REFUSED
-        if write.fault is Fault.LOSE or write.peer._closed:
+        if write.fate is PieceFate.LOSE or write.peer._closed:
             return PieceStatus.UNKNOWN
-        if write.fault is Fault.LAND_LATE:
+        if write.fate is PieceFate.LAND_LATE:
             self._late.append(write)
             return PieceStatus.UNKNOWN
         _copy(write.submission)
-        if write.fault is Fault.CORRUPT:
+        if write.fate is PieceFate.CORRUPT:
             first = ctypes.c_ubyte.from_address(write.submission.dst)
             first.value ^= 0xFF
         return PieceStatus.APPLIED

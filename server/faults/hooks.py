@@ -1,0 +1,65 @@
+"""Where a node can be made to go wrong: :class:`Hooks`, which do nothing. ``--fault`` puts others in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from server.cache.layout import Placement
+from server.transfer.checks import Check
+from server.transfer.engines.base import TransferEngine
+from server.transfer.protocol import AnyMessage
+
+Put = Callable[[bytes], None]
+"""Hands one frame to a socket."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """How the prefill node sends the state of one room, whose rows it reads at ``source``.
+
+    Of the components ``unsent`` are not sent, ``unclaimed`` not claimed in ``Done``, and ``miscounted`` claimed with
+    one row's bytes too few. ``skipped`` checks are not made. If it ``holds_pages``, nothing goes before the whole
+    prompt is computed.
+    """
+
+    source: Placement
+    unsent: frozenset[str] = frozenset()
+    unclaimed: frozenset[str] = frozenset()
+    miscounted: frozenset[str] = frozenset()
+    skipped: frozenset[Check] = frozenset()
+    holds_pages: bool = False
+
+
+class Hooks:
+    """What a node calls where something can be made to go wrong. A room is named by its key."""
+
+    def describe(self) -> list[str]:
+        """What is made to go wrong, for ``/server_info``."""
+        return []
+
+    def entered(self, phase: str) -> None:
+        """A room has entered ``phase``."""
+
+    def post(self, message: AnyMessage, frame: bytes, put: Put) -> None:
+        """``message`` goes to the other node, as ``frame``."""
+        put(frame)
+
+    def transport(self, make_engine: Callable[[], TransferEngine]) -> Callable[[], TransferEngine]:
+        """What makes the endpoints that the prefill node writes through."""
+        return make_engine
+
+    def sending(self, key: Hashable, n: int, placement: Placement) -> Sending:
+        """The prefill node begins a room of ``n`` tokens in ``placement``."""
+        return Sending(placement)
+
+    def before_tail(self, key: Hashable, push: Callable[[], None]) -> None:
+        """The room's prompt is computed: ``push``, now or later, sends what was not sent yet."""
+        push()
+
+    def memory_free(self, key: Hashable) -> None:
+        """The room's memory on the prefill node is given back."""
+
+    async def received(self, key: Hashable, n: int, placement: Placement) -> frozenset[Check]:
+        """The state of a room of ``n`` tokens is in ``placement`` on the decode node: which checks are not made."""
+        return frozenset()

@@ -1,0 +1,120 @@
+"""What ``--fault`` does at each of a node's hooks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+
+from server.cache.arena import Arena
+from server.cache.layout import Placement, Run
+from server.faults.hooks import Hooks, Put, Sending
+from server.faults.messages import MessageFaults
+from server.faults.pool import PoolFaults
+from server.faults.rows import RowFaults
+from server.faults.spec import STATE, WRITES, Fault, FaultKind, FaultSet, Place, skipped_checks
+from server.faults.writes import FaultyEngine, Rule, WriteFaults
+from server.transfer.checks import Check
+from server.transfer.engines.base import TransferEngine
+from server.transfer.protocol import AnyMessage
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Room:
+    """A room on the prefill node, and the task that damages it before its tail goes."""
+
+    faults: tuple[Fault, ...]
+    n: int
+    placement: Placement
+    task: asyncio.Task[None] | None = None
+
+
+class Faults(Hooks):
+    """The faults of one node. Lives in its event loop."""
+
+    def __init__(self, faults: FaultSet, arena: Arena) -> None:
+        self._faults = faults
+        self._arena = arena
+        self._messages = MessageFaults(faults)
+        self._rows = RowFaults(arena)
+        self._pool = PoolFaults(arena)
+        self._writes = WriteFaults()
+        self._rooms: dict[Hashable, _Room] = {}
+
+    def describe(self) -> list[str]:
+        return self._faults.describe()
+
+    def entered(self, phase: str) -> None:
+        self._faults.entered(phase)
+
+    def post(self, message: AnyMessage, frame: bytes, put: Put) -> None:
+        self._messages.post(message, frame, put)
+
+    def transport(self, make_engine: Callable[[], TransferEngine]) -> Callable[[], TransferEngine]:
+        return lambda: FaultyEngine(make_engine(), self._writes)
+
+    def sending(self, key: Hashable, n: int, placement: Placement) -> Sending:
+        faults = self._faults.of_room(str(key))
+        self._rooms[key] = _Room(faults, n, placement)
+        runs = self._arena.layout.live_runs(n, placement)
+        for fault in faults:
+            if fault.kind in WRITES:
+                names = [fault.component] if fault.component else list(runs)
+                self._arm(key, fault, [(run, b"") for name in names for run in runs[name]])
+        return Sending(
+            self._pool.source(key, [fault for fault in faults if fault.place is Place.POOL], placement),
+            unsent=_components(faults, FaultKind.DROP, FaultKind.FORGET),
+            unclaimed=_components(faults, FaultKind.FORGET),
+            miscounted=_components(faults, FaultKind.MISCOUNT),
+            skipped=skipped_checks(faults),
+            holds_pages=any(fault.kind in STATE for fault in faults),
+        )
+
+    def before_tail(self, key: Hashable, push: Callable[[], None]) -> None:
+        """The tail goes after the damage to it, which may wait for another room."""
+        room = self._rooms[key]
+        room.task = asyncio.create_task(self._damage(key, room, push))
+
+    async def _damage(self, key: Hashable, room: _Room, push: Callable[[], None]) -> None:
+        try:
+            await self._pool.wait_for_partner(key)
+            unsent = (FaultKind.DROP, Place.PLAN)
+            faults = [f for f in room.faults if f.place in (Place.PLAN, Place.WIRE) and (f.kind, f.place) != unsent]
+            for damage in await self._rows.make(faults, room.n, room.placement):
+                if damage.fault.place is Place.WIRE:
+                    self._arm(key, damage.fault, damage.parts())
+                else:
+                    damage.apply(self._arena)
+        except Exception:
+            log.exception("FAULT INJECTION: %s could not be damaged", key)
+        push()
+
+    def _arm(self, key: Hashable, fault: Fault, parts: Iterable[tuple[Run, bytes]]) -> None:
+        rules = (Rule(fault.kind, self._arena.ptr + run.offset, run.nbytes, data, fault.seconds) for run, data in parts)
+        self._writes.arm(key, tuple(rules))
+
+    def memory_free(self, key: Hashable) -> None:
+        room = self._rooms.pop(key, None)
+        if room is not None and room.task is not None:
+            room.task.cancel()  # it may wait for a second room
+        self._writes.disarm(key)
+        self._pool.memory_free(key)
+
+    async def received(self, key: Hashable, n: int, placement: Placement) -> frozenset[Check]:
+        faults = self._faults.of_room(str(key))
+        for damage in await self._rows.make([f for f in faults if f.place is Place.MEMORY], n, placement):
+            damage.apply(self._arena)
+        return skipped_checks(faults)
+
+
+def _components(faults: Iterable[Fault], *kinds: FaultKind) -> frozenset[str]:
+    """Those that faults of these ``kinds`` change in the prefill node's plan and claims."""
+    return frozenset(f.component for f in faults if f.kind in kinds and f.place in (None, Place.PLAN))
+
+
+def hooks_of(faults: FaultSet, arena: Arena) -> Hooks:
+    """The hooks of a node with these ``faults``, if there are any."""
+    return Faults(faults, arena) if faults.is_on else Hooks()

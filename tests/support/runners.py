@@ -1,0 +1,36 @@
+"""A model over its own memory, without an engine, and prompts for it."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from server.cache.arena import Arena
+from server.cache.layout import ArenaLayout, Placement
+from server.cache.specs import CacheGeometry
+from server.engine.runner import ModelRunner
+from server.model.batch import Segment
+from server.model.network import DeepseekV4
+from server.model.state import state_components
+
+
+def make_runner(model: DeepseekV4, *, spec_tokens: int = 0, poison: bool = True, pages: int = 16) -> ModelRunner:
+    config, dtype = model.config, str(model.dtype).removeprefix("torch.")
+    components = state_components(config, dtype, spec_tokens, draft=model.nextn is not None)
+    geometry = CacheGeometry(256, pages, 20, config.sliding_window, spec_tokens, components)
+    return ModelRunner(model, Arena(ArenaLayout.from_geometry(geometry), poison=poison))
+
+
+def prompt(n: int, model: DeepseekV4, seed: int = 0) -> list[int]:
+    """``n`` random token ids, without the special ones."""
+    return random.Random(seed).choices(range(3, model.config.vocab_size), k=n)
+
+
+def prefill(runner: ModelRunner, ids: list[int], placement: Placement, chunk: int) -> torch.Tensor:
+    """Logits ``[n, vocab]`` of a prompt computed in chunks."""
+    parts = [
+        runner.forward([Segment(ids[i : i + chunk], i, placement)], every_row=True).logits
+        for i in range(0, len(ids), chunk)
+    ]
+    return torch.cat(parts)
