@@ -6,14 +6,16 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 from server import __version__
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
-Options = TypeVar("Options", bound="DataclassInstance")
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+Options = TypeVar("Options", bound=_Dataclass)
 
 
 @dataclass(frozen=True, eq=False)
