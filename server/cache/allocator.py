@@ -40,7 +40,6 @@ class Allocator:
 
     def __init__(self, geometry: CacheGeometry, *, permute_seed: int | None = None) -> None:
         self._page_size = geometry.page_size
-        self._n_slots = geometry.slots - 1
         self._n_pages = geometry.pages - 1
         slots, pages = list(range(1, geometry.slots)), list(range(1, geometry.pages))
         if permute_seed is not None:

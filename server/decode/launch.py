@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -69,7 +68,3 @@ async def _start(options: DecodeOptions) -> int:
     node = DecodeNode(settings, resources.context)
     engine = resources.engine(node.on_engine_event, cold_draft=cold)
     return await serve(node, engine, options, http, api_key=keys.api_key)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,7 +16,7 @@ from server.transfer.protocol import Registration, RoomRequest, RoutedRequest, T
 from server.transfer.rooms import RoomKey
 
 MAX_RETRIES = 1
-_QUEUED = ("reserve", "pair", "queued")
+_QUEUED = ("reserve", "queued")
 """Phases of a room in which its prompt waits on the prefill node."""
 
 

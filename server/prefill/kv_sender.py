@@ -84,8 +84,6 @@ class SendResult:
     """Pieces known to be applied."""
     quiesced: bool
     """No piece that was ever submitted for ``key``, in this batch or another, can write any more."""
-    elapsed_s: float = 0.0
-    """From :meth:`KVSender.send` to this result."""
 
     def failure(self, components: Container[str]) -> Failure | None:
         """Why the batch was not applied, or None; names the one of ``components`` that the reason begins with."""
@@ -248,7 +246,7 @@ class KVSender:
         self._sleep_s = SHORTEST_SLEEP_S if submitted + ended else min(2 * self._sleep_s, LONGEST_SLEEP_S)
 
     def _receive_messages(self) -> None:
-        """Sleep until a message comes, or with work at hand until it is time to go on; then take in every message.
+        """Sleep until a message comes, or with pieces under way until it is time to go on; then take in every message.
 
         A message is a call to be made in the thread.
         """
@@ -376,7 +374,6 @@ class KVSender:
             nbytes=dict(job.applied),
             pieces=job.applied_pieces,
             quiesced=job.room.is_quiesced,
-            elapsed_s=self._clock() - job.started,
         )
         try:
             self._on_result(result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +53,3 @@ async def _start(options: PrefillOptions) -> int:
     )
     node = PrefillNode(settings, resources.context)
     return await serve(node, resources.engine(node.on_engine_event), options, http, api_key=keys.api_key)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

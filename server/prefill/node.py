@@ -103,7 +103,7 @@ class PrefillNode(BaseNode):
         """
         clock, reqs = self._context.clock, self.manager.reqs
         give_up = clock() + _KNOWN_S
-        while clock() < give_up and not all(req.room.is_known for req in reqs.values()):  # noqa: ASYNC110
+        while clock() < give_up and not all(req.room.acknowledged for req in reqs.values()):  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
 
     async def _close(self) -> None:

@@ -24,7 +24,6 @@ from server.transfer.protocol import (
     RemotePhase,
     Reserve,
     Reserved,
-    RoomIds,
     Sent,
     Timings,
     Waiting,
@@ -34,7 +33,7 @@ from server.transfer.protocol import (
 )
 from server.transfer.rooms import Deadlines, Forget, GivenUp, PeerLost, Resend, RoomKey, Send, Tick
 
-# --- events ---
+# --- events ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ PrefillEvent = (
 )  # fmt: skip
 
 
-# --- actions ---
+# --- actions ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ class Release:
 PrefillAction = Send | PushPages | PushTail | CancelEngine | CancelPush | Clean | Release | Forget
 
 
-# --- the room ---
+# --- the room --------------------------------------------------------------------------------------------------------
 
 
 class PrefillPhase(enum.StrEnum):
@@ -168,7 +167,7 @@ class PrefillRoom:
 
     def __init__(self, reserve: Reserve, n_tokens: int, deadlines: Deadlines, now: float) -> None:
         self.key = RoomKey.of(reserve)
-        self.reserve = reserve
+        self.reserve, self._ids = reserve, ids_of(reserve)
         self.phase = PrefillPhase.QUEUED
         self.failure: Failure | None = None
         self.phase_s: dict[str, float] = {}
@@ -187,7 +186,8 @@ class PrefillRoom:
         self._entered, self._alive, self._reported = now, now, now
         self._resend = Resend(deadlines.resend_s, deadlines.resend_cap_s, now)
         self._progress_s = min(1.0, reserve.silence_s / 3)
-        self._acknowledged = False
+        self.acknowledged = False
+        """The decode node has said that it knows of the room's end, or is not there any more."""
         self._settled = False
         self._peer_gone = False
 
@@ -234,7 +234,7 @@ class PrefillRoom:
                 self._holds_memory = False
                 return [Release(), *self._forget_if_over()]
             case PeerLost():
-                self._peer_gone = self._acknowledged = True
+                self._peer_gone = self.acknowledged = True
                 actions = self._end(event.failure, now) if self.active else self._forget_if_over()
                 return [action for action in actions if not isinstance(action, Send)]
             case Tick():
@@ -245,13 +245,8 @@ class PrefillRoom:
         """Whether the room can still commit."""
         return self.phase in _ACTIVE
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the decode node has said that it knows of the room's end, or is not there any more."""
-        return self._acknowledged
-
     def _on_abort(self, abort: Abort, now: float) -> list[PrefillAction]:
-        self._acknowledged = True
+        self.acknowledged = True
         if self.active:
             return self._end(Failure("aborted", abort.reason), now, report=False)
         if not self._settled:
@@ -262,7 +257,7 @@ class PrefillRoom:
         if self.phase is not PrefillPhase.COMMIT:
             return []
         self._enter(PrefillPhase.COMMITTED, now)
-        self._acknowledged = self._settled = True
+        self.acknowledged = self._settled = True
         return [Clean()]
 
     def _on_advanced(self, n_computed: int, now: float) -> list[PrefillAction]:
@@ -315,7 +310,7 @@ class PrefillRoom:
         self._enter(PrefillPhase.COMMIT, now)
         self._resend = Resend(self._deadlines.resend_s, self._deadlines.resend_cap_s, now)
         self.done = Done(
-            **self._ids(),
+            **self._ids,
             n=self.n_tokens,
             sent=tuple(
                 Sent(name, rows.start, rows.stop, rows.nbytes, computed.digests[name])
@@ -346,9 +341,9 @@ class PrefillRoom:
                     return self._end(late, now)
                 if self.done is not None and self._resend.due(now):
                     return [Send(self.done)]
-            case PrefillPhase.ENDING if not self._acknowledged:
+            case PrefillPhase.ENDING if not self.acknowledged:
                 if silent_s > self._deadlines.quiesce_s:
-                    self._acknowledged = True
+                    self.acknowledged = True
                     return self._forget_if_over()
                 if self._resend.due(now):
                     return [self._send_state()]
@@ -377,7 +372,7 @@ class PrefillRoom:
         return actions + ([Clean()] if self._holds_memory else self._forget_if_over())
 
     def _forget_if_over(self) -> list[PrefillAction]:
-        if not (self._settled and self._acknowledged) or self._holds_memory:
+        if not (self._settled and self.acknowledged) or self._holds_memory:
             return []
         if self.failure is None:
             return [Forget("committed", "")]
@@ -391,20 +386,17 @@ class PrefillRoom:
     def _send_state(self) -> Send:
         """The answer to a repeated ``Reserve``. What became of the writes is known when the last batch has ended."""
         if self.failure is None:
-            return Send(Reserved(**self._ids()))
+            return Send(Reserved(**self._ids))
         writes = Writes.SETTLING if self._writes_ended or self._batches else Writes.UNKNOWN
         return Send(failed_message(self.reserve, self.failure, writes))
 
     def _verdict(self) -> Send:
         """What a settled room says about its writes."""
-        return Send(Quiesced(**self._ids())) if self._writes_ended else self._send_state()
+        return Send(Quiesced(**self._ids)) if self._writes_ended else self._send_state()
 
     def _progress(self, now: float) -> Send:
         self._reported = now
-        return Send(Progress(**self._ids(), phase=RemotePhase(self.phase.value), n_computed=self._n_computed))
-
-    def _ids(self) -> RoomIds:
-        return ids_of(self.reserve)
+        return Send(Progress(**self._ids, phase=RemotePhase(self.phase.value), n_computed=self._n_computed))
 
 
 def failed_message(about: Reserve | Waiting | Abort, failure: Failure, writes: Writes) -> Failed:
