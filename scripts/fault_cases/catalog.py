@@ -61,7 +61,7 @@ ENTRIES = (
     Entry(
         ("llmd-1564",),
         "the server's keep-alive is shorter than the proxy's: requests meet a connection that has just been closed",
-        "`--keep-alive` is at least as long as what proxies and cloud balancers keep, unless told otherwise",
+        "`--keep-alive` is at least as long as what proxies and cloud balancers keep, unless an option says otherwise",
         tests=("tests/node/test_options.py", "tests/api/test_http_limits.py"),
     ),
 )

@@ -30,16 +30,16 @@ KNOWN_S = 20.0
 
 @staged(
     ("sgl-28651",),
-    happened="prefill aborts, decode is not told and waits 300 s",
-    here="the other side is told at once, and again until it has answered",
+    happened="prefill aborts, decode gets no message and waits 300 s",
+    here="the other side gets a message at once, and again until it has answered",
     tests=("tests/nodes/test_failures.py",),
 )
 async def prefill_gives_up(stage: Stage) -> Seen:
     """P fails a room, and the message that says so is lost once."""
     stage.arm(prefill=["fail-writes:swa:1", "drop-message:Failed:1"])
     outcome = await stage.ask(question(100, 20))
-    expect(outcome.status == 502 and outcome.error.get("component") == "swa", f"not told: {outcome}")
-    expect(outcome.error.get("code") == "transfer_failed", f"known by a deadline, not told: {outcome}")
+    expect(outcome.status == 502 and outcome.error.get("component") == "swa", f"no message: {outcome}")
+    expect(outcome.error.get("code") == "transfer_failed", f"known by a deadline, not by a message: {outcome}")
     return [f"the decode node knows after {outcome.seconds:.2f} s, though the first Failed was lost: HTTP 502, swa"]
 
 

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.api.errors import CLIENT_CLOSED_REQUEST, error_body, error_response
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""For probes and scrapers, which seldom have keys. They tell states and counts, nothing that a client has said."""
+"""For probes and scrapers, which seldom have keys. They show states and counts, nothing that a client has sent."""
 UNSENT_STATUS = "unsent_status"
 """In the request's ``state``: how it ended, where the application did not answer it."""
 

@@ -81,7 +81,7 @@ async def serve(
     The headers of the answer name the prefill node and the rooms. What fails before the head is out is a status code:
     a stream's head waits for the first token of any sample, but not for long (:class:`~.streaming.StreamTimes`). If a
     prompt is still not committed then, the headers say nothing of it. A stream's last chunk says the same in ``pd``.
-    Only a stream whose room a router named, on a decode node, always fails as an error event: routers cut short the
+    Only a stream whose room a router chose, on a decode node, always fails as an error event: routers cut short the
     body of any other status.
 
     A prefill node's stream has an end when its head has to go out, with the tokens that there are: routers read it to

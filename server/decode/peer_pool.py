@@ -126,8 +126,8 @@ class PeerPool:
             default=None,
         )
 
-    def is_unwilling(self, link: PrefillLink) -> None:
-        """It has refused a room, as it would refuse any other now."""
+    def refused_room(self, link: PrefillLink) -> None:
+        """A peer has refused a room, as it would refuse any other now: :meth:`pick` takes it last for a while."""
         self._unwilling_until[link] = self._clock() + UNWILLING_S
 
     def has_any(self) -> bool:

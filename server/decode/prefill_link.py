@@ -41,7 +41,7 @@ _REGISTER_FIRST_S = 0.1
 _REGISTER_CAP_S = 1.0
 
 
-class PeerState(enum.StrEnum):
+class LinkState(enum.StrEnum):
     """Where the connection to a prefill node stands."""
 
     CONNECTING = "connecting"
@@ -80,7 +80,7 @@ class PrefillLink:
         numbers: Iterator[int],
     ) -> None:
         self.address = address
-        self.state = PeerState.CONNECTING
+        self.state = LinkState.CONNECTING
         self.reason = f"{address} has not answered yet"
         self.refused_field = ""
         self.ours: Manifest | None = None
@@ -109,7 +109,7 @@ class PrefillLink:
 
     @property
     def registered(self) -> bool:
-        return self.state is PeerState.REGISTERED and self._lost is None
+        return self.state is LinkState.REGISTERED and self._lost is None
 
     @property
     def registration(self) -> Registration | None:
@@ -158,6 +158,7 @@ class PrefillLink:
 
     @property
     def _is_over(self) -> bool:
+        """A property: the type checker would go on with the None that :meth:`_register` has set."""
         return self._lost is not None
 
     def _end(self, failure: Failure) -> None:
@@ -182,7 +183,7 @@ class PrefillLink:
     async def _start_over(self) -> None:
         failure = self._lost or Failure("peer_lost", f"prefill {self.address} is lost")
         log.warning("%s", failure.reason)
-        self.state, self.reason, self.theirs = PeerState.CONNECTING, failure.reason, None
+        self.state, self.reason, self.theirs = LinkState.CONNECTING, failure.reason, None
         self._why_lost = failure.reason
         self.dialer.close()
         try:
@@ -306,7 +307,7 @@ class PrefillLink:
             self._refuse(mismatch.field, f"decode refuses prefill {self.address}: {mismatch.field} differs: {values}")
             return
         self.theirs = message.manifest
-        self.state, self.reason, self.refused_field = PeerState.REGISTERED, "", ""
+        self.state, self.reason, self.refused_field = LinkState.REGISTERED, "", ""
         self._changed.set()
 
     def _on_pong(self, pong: Pong) -> None:
@@ -332,13 +333,13 @@ class PrefillLink:
         if not self.registered and self.reason != reason:
             self._log_limit.warning("refused", reason)
             self._metrics.refused(refusal_label(field))
-            self.state, self.reason, self.refused_field, self._back_by = PeerState.REFUSED, reason, field, 0.0
+            self.state, self.reason, self.refused_field, self._back_by = LinkState.REFUSED, reason, field, 0.0
 
     def _on_trouble(self, finding: Finding) -> None:
         """There is no connection: a verdict of the process that was connected before is void."""
         if self.registered and finding.gone:
             self._end(Failure("peer_lost", f"prefill {self.address} is gone: {finding.reason}"))
-        if self.registered or self.state is PeerState.REGISTERED:
+        if self.registered or self.state is LinkState.REGISTERED:
             return
         if finding.refused:
             self._refuse(AUTH, finding.reason)
@@ -354,7 +355,7 @@ class PrefillLink:
         is_more = self._why_lost and reason not in self._why_lost
         words = f"{self._why_lost}; now: {reason}" if is_more else self._why_lost or reason
         if words != self.reason:
-            self.state, self.reason, self.refused_field = PeerState.CONNECTING, words, ""
+            self.state, self.reason, self.refused_field = LinkState.CONNECTING, words, ""
         is_new = not self._why_lost and self._clock() - self._started < self._deadlines.connect_s
         if words != self._logged and not is_new:
             self._logged = words

@@ -100,7 +100,7 @@ class RequestManager:
             self._give_up(req, failure)
 
     def engine_died(self, failure: Failure) -> None:
-        """No engine event will come any more: every client is told."""
+        """No engine event will come any more: every client gets ``failure``."""
         self._refusing = failure
         for req in list(self.reqs.values()):
             req.generation.fail(RequestFailed(failure))
@@ -192,7 +192,7 @@ class RequestManager:
             if placement is None:
                 return
             self.queue.remove(req)
-            self.queue.is_moving()
+            self.queue.note_progress()
             self._context.arena.owners.stamp(placement, req.key.owner)
             req.placement, req.link, req.opened_at = placement, link, self._clock()
             self._metrics.phase("admission", req.opened_at - req.enqueued_at)
@@ -330,7 +330,7 @@ class RequestManager:
 
     def on_engine_event(self, event: Event) -> None:
         """Takes one of the engine's events about a request (in the event loop)."""
-        self.queue.is_moving()
+        self.queue.note_progress()
         key = getattr(event, "key", None)
         req = self.reqs.get(key) if isinstance(key, RoomKey) else None
         if req is None:

@@ -1,4 +1,4 @@
-"""Requests that wait for a slot and pages, first come, first served; and which of them wait in vain."""
+"""Requests that wait for a slot and pages, first come, first served; and which of them have waited too long."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class RequestQueue:
     def remove(self, req: DecodeRequest) -> None:
         self._reqs.remove(req)
 
-    def is_moving(self) -> None:
-        """Something here or in the engine went on: waiting is no silence."""
+    def note_progress(self) -> None:
+        """Something here or in the engine went on: waiting is not silence."""
         self._moved = self._clock()
 
     def without_peer(self, peers: PeerPool) -> list[tuple[DecodeRequest, Failure]]:

@@ -101,7 +101,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class FailClient:
-    """Tell the client. Its memory goes to quarantine."""
+    """The request fails, or is tried again elsewhere. Its memory goes to quarantine."""
 
     failure: Failure
 

@@ -174,7 +174,7 @@ class DecodeRoomManager:
         key = RoomKey.of(message)
         req = self._reqs.get(key)
         if isinstance(message, Failed) and message.kind is FailureKind.UNAVAILABLE:
-            self.peers.is_unwilling(link)
+            self.peers.refused_room(link)
         if req is not None and req.link is link:
             self.step(req, message)
         elif key in self._committed:

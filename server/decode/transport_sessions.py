@@ -15,7 +15,7 @@ from server.transfer.engines.base import RegistrationFailed, TransferEngine, Tra
 log = logging.getLogger(__name__)
 
 SETTLE_S = 0.05
-"""Between unregistering and closing: writes that the transport had accepted may end in peace.
+"""Between unregistering and closing: writes that the transport had accepted may still end.
 
 Closing is what makes it safe.
 """

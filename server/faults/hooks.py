@@ -32,7 +32,7 @@ class Sending:
 
 
 class Hooks:
-    """What a node calls where something can be made to go wrong. A room is named by its key."""
+    """What a node calls where something can be made to go wrong. ``key`` is a room's."""
 
     def describe(self) -> list[str]:
         """What is made to go wrong, for ``/server_info``."""

@@ -15,7 +15,7 @@ Vital = asyncio.Task[None] | threading.Thread
 class Supervisor:
     """Looks at tasks and threads whenever it is asked (so nothing of its own can die), and remembers the first death.
 
-    A task that was cancelled has ended in peace; everything else that has ended is dead.
+    A task that was cancelled ended as it should; everything else that has ended is dead.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from server.transfer.rooms import Heartbeat
 class ControlSocket(Protocol):
     """The way out to decode nodes: :class:`~server.prefill.bootstrap_socket.BootstrapSocket`, or a simulated network.
 
-    A connection is named by its routing id. Called in the event loop; nothing here waits.
+    ``routing_id`` is the connection's. Called in the event loop; nothing here waits.
     """
 
     def send(self, routing_id: bytes, message: AnyMessage) -> None:

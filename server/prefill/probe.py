@@ -34,7 +34,7 @@ class _Running:
 
 @dataclass(frozen=True)
 class _Ended:
-    """When a probe write ended, what was wrong if anything, and what the decode node was told."""
+    """When a probe write ended, what was wrong if anything, and the answer to the decode node."""
 
     at: float
     reason: str

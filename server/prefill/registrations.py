@@ -7,7 +7,7 @@ over means memory which has other owners now, so it must find nothing. Therefore
 - only messages of the current registration are obeyed;
 - a number that was current once, or is lower than one that was, is never made current again.
 
-Numbers are told apart by the connection's routing id too, which a decode process draws for each prefill node and keeps:
+Numbers are kept by the connection's routing id too, which a decode process draws for each prefill node and keeps:
 nobody else can use up the numbers of a process whose incarnation is known to all.
 """
 

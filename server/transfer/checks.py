@@ -21,4 +21,4 @@ class Check(enum.StrEnum):
 
 
 PLACEMENT = "placement"
-"""Not a proof of its own: the copy plan takes no slot or page that cannot hold a request (item 0, one twice)."""
+"""Not a check of its own: the copy plan takes no slot or page that cannot hold a request (item 0, one twice)."""

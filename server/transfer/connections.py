@@ -25,7 +25,7 @@ _BYTES_RECEIVED_AT = 128
 """Where ``tcpi_bytes_received`` (64 bits) lies in Linux's ``struct tcp_info``."""
 
 _RESET = struct.pack("ii", 1, 0)
-"""On closing, a sender whose data nobody reads is told at once; else it would wait for a minute."""
+"""On closing, a sender whose data nobody reads gets an error at once; else it would wait for a minute."""
 
 _Ends = tuple[Any, Any]
 
@@ -40,8 +40,8 @@ class _Connection:
 
 
 class Connections:
-    """By file descriptor, as the socket's monitor tells of them. ``port`` is the one that the socket is bound to or
-    connects to: by the time that a descriptor is told, it may already be that of something else.
+    """By file descriptor, as the socket's monitor reports them. ``port`` is the one that the socket is bound to or
+    connects to: by the time that a descriptor is reported, it may already be that of something else.
     """
 
     def __init__(self, port: int) -> None:

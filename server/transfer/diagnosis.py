@@ -1,7 +1,7 @@
 """What becomes of the connections of a ZMQ socket, and why one to a prefill node does not come about.
 
-ZMQ connects again and again and says nothing. Its socket monitor tells that a connection failed, a look at the address
-tells why.
+ZMQ connects again and again and reports nothing. Its socket monitor reports that a connection failed; a connection of
+our own to the address shows why.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def wire_events(watched: zmq.asyncio.Socket) -> AsyncIterator[WireEvent]:
 async def _events_of(monitor: zmq.asyncio.Socket) -> AsyncIterator[WireEvent]:
     try:
         while True:
-            told = parse_monitor_message(await monitor.recv_multipart())
-            number = told["event"]
+            report = parse_monitor_message(await monitor.recv_multipart())
+            number = report["event"]
             if number == zmq.Event.MONITOR_STOPPED:
                 return
             event = _EVENTS[zmq.Event(number)]
             if event is Wire.NOT_ZMQ:
-                event = {_WRONG_KEY: Wire.WRONG_KEY, _WRONG_MECHANISM: Wire.WRONG_MECHANISM}.get(told["value"], event)
-            yield WireEvent(event, told["value"] if event in (Wire.CONNECTED, Wire.LOST) else -1)
+                event = {_WRONG_KEY: Wire.WRONG_KEY, _WRONG_MECHANISM: Wire.WRONG_MECHANISM}.get(report["value"], event)
+            yield WireEvent(event, report["value"] if event in (Wire.CONNECTED, Wire.LOST) else -1)
     finally:
         monitor.close(0)
 

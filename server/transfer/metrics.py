@@ -41,7 +41,7 @@ class NodeMetrics:
         self._pages = Gauge("pd_pages", "KV pages, by state.", ["state"], registry=registry)
         self._queued = Gauge("pd_queued_requests", "Requests waiting for a slot and pages.", registry=registry)
         self._running = Gauge("pd_running_requests", "Requests that hold a slot.", registry=registry)
-        self._peers = Gauge("pd_peers", "PeerPool with a valid registration.", registry=registry)
+        self._peers = Gauge("pd_peers", "Peers with a valid registration.", registry=registry)
         self._dropped = Counter(
             "pd_control_frames_dropped",
             "Control frames that were not obeyed, by why (garbage, corrupt, malformed, oversize, version, ...).",
@@ -53,7 +53,7 @@ class NodeMetrics:
         )
         self._refusals = Counter(
             "pd_peer_refusals",
-            "PeerPool refused, by the field of the manifest that differs.",
+            "Peers refused, by the field of the manifest that differs.",
             ["field"],
             registry=registry,
         )

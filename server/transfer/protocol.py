@@ -204,7 +204,7 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RoomRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The work itself: ``request_id`` for the logs, ``prompt`` as raw little-endian int32 ids, and how to sample."""
+    """The request itself: ``request_id`` for the logs, ``prompt`` as raw little-endian int32 ids, and how to sample."""
 
     request_id: ShortText
     prompt: Annotated[bytes, Meta(min_length=4, max_length=MAX_FRAME_NBYTES)]

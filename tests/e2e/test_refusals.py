@@ -1,4 +1,4 @@
-"""PeerPool that do not fit each other are refused by the field's name, and the client is told it with both values."""
+"""Peers that do not fit each other are refused by the field's name, and the client reads it with both values."""
 
 from __future__ import annotations
 

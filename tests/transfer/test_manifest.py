@@ -1,4 +1,4 @@
-"""PeerPool that do not fit are refused, and the refusal names the field."""
+"""Peers that do not fit are refused, and the refusal names the field."""
 
 from __future__ import annotations
 
