@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import os
@@ -10,10 +9,10 @@ import socket
 from pathlib import Path
 
 from server.transfer.addresses import join_address
+from server.transfer.engines.exposure import listening, sockets_of
 
 BACKLOG = 64
 """Connections that wait while the node loads its checkpoint. They are answered when it serves."""
-_LISTEN = "0A"
 _COMMAND_WORDS, _COMMAND_CHARS = 3, 80
 
 
@@ -77,9 +76,9 @@ def _why_not(error: OSError, host: str, port: int, option: str) -> str:
 def _by_whom(port: int) -> str:
     """`` by launch_decode (pid 17)``, or nothing where that cannot be seen (Linux; processes of the same user)."""
     try:
-        inodes = _listening_inodes(port)
+        wanted = {name for _, number, name in listening() if number == port}
         for process in Path("/proc").glob("[0-9]*"):
-            if inodes & _sockets_of(process):
+            if wanted & sockets_of(process):
                 if process.name == str(os.getpid()):
                     return " by this node itself"
                 return f" by {_command(process)} (pid {process.name})"
@@ -93,22 +92,3 @@ def _command(process: Path) -> str:
     words = (process / "cmdline").read_bytes().decode("utf-8", "replace").rstrip("\0").split("\0")
     plain = list(itertools.takewhile(lambda word: word == "-m" or not word.startswith("-"), words[:_COMMAND_WORDS]))
     return " ".join(word.rsplit("/", 1)[-1] for word in plain)[:_COMMAND_CHARS]
-
-
-def _listening_inodes(port: int) -> set[str]:
-    found = set()
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
-                found.add(f"socket:[{fields[9]}]")
-    return found
-
-
-def _sockets_of(process: Path) -> set[str]:
-    found = set()
-    with contextlib.suppress(OSError):  # another user's
-        for fd in (process / "fd").iterdir():
-            with contextlib.suppress(OSError):  # closed meanwhile
-                found.add(os.readlink(fd))
-    return found

@@ -1,7 +1,8 @@
-"""What the data plane does not protect, said at every start, with the ports in use."""
+"""What the data plane does not protect, logged at every start, with the ports in use; and who listens on a port."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -26,13 +27,30 @@ def warn_of_data_plane() -> None:
 
 def ports_on_all_interfaces() -> list[int]:
     """TCP ports on which this process listens for the whole network (Linux; empty where it cannot be known)."""
+    own = sockets_of(Path("/proc/self"))
     try:
-        sockets = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
-        lines = [
-            line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()
-        ]
+        return sorted({port for address, port, name in listening() if address in _WILDCARDS and name in own})
     except OSError:
         return []
-    listening = [line for line in lines if len(line) > 9 and line[3] == _LISTEN and f"socket:[{line[9]}]" in sockets]
-    ends = [line[1].split(":") for line in listening]
-    return sorted({int(port, 16) for address, port in ends if address in _WILDCARDS})
+
+
+def listening() -> list[tuple[str, int, str]]:
+    """Every TCP socket that listens: its address (hex), port and name, as in :func:`sockets_of`. Raises OSError."""
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTEN:
+                address, _, port = fields[1].rpartition(":")
+                found.append((address, int(port, 16), f"socket:[{fields[9]}]"))
+    return found
+
+
+def sockets_of(process: Path) -> set[str]:
+    """The names of the open files of a process, sockets among them; ``process`` is its folder in ``/proc``."""
+    found = set()
+    with contextlib.suppress(OSError):  # another user's
+        for fd in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found.add(os.readlink(fd))
+    return found
