@@ -24,13 +24,13 @@ _QUEUED = ("reserve", "queued")
 class Announced:
     """That the prefill node of a routed room knows of it in ``registration``: since ``since``, last reminded at ``at``.
 
-    ``is_paired``: it has said that it has its half of the room.
+    ``has_arrived``: the router's request has come there, as :class:`RequestArrived` says.
     """
 
     registration: Registration
     since: float
     at: float
-    is_paired: bool = False
+    has_arrived: bool = False
 
 
 @dataclass(eq=False)

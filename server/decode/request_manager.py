@@ -20,7 +20,7 @@ from server.decode.request import DecodeRequest
 from server.decode.request_queue import RequestQueue
 from server.decode.room import Commit, FailClient, Free, RequestAction
 from server.decode.room_manager import DecodePorts, DecodeRoomManager
-from server.decode.routed_rooms import announce, is_paired, link_of, withdraw
+from server.decode.routed_rooms import announce, has_arrived, link_of, withdraw
 from server.decode.settings import DecodeSettings
 from server.engine.events import Cancel, ComputeFailed, Event, Finished, Generate, Output, Resume, Scrub, Scrubbed
 from server.engine.generation import NodeGeneration
@@ -183,7 +183,7 @@ class RequestManager:
         for req in self.queue if self._refusing is None else ():
             if req not in self.queue:
                 continue  # it ended while one before it began
-            if req.request.routed is not None and not is_paired(req):
+            if req.request.routed is not None and not has_arrived(req):
                 continue  # its prefill node has not its half yet, and may never have it
             link = self._link_for(req)
             if link is None and not self._is_local:
@@ -317,7 +317,7 @@ class RequestManager:
             req.announced = None
             self._fail_waiting([(req, failure)])
         elif req.announced is not None:
-            req.announced.is_paired = True
+            req.announced.has_arrived = True
             self.admit()
         return True
 

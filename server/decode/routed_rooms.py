@@ -63,7 +63,7 @@ def announce(req: DecodeRequest, pair_s: float, now: float) -> Failure | None:
     if known is None or known.registration != registration:
         known = req.announced = Announced(registration, now, float("-inf"))
     waited_s = now - known.since
-    if not known.is_paired and waited_s > pair_s:
+    if not known.has_arrived and waited_s > pair_s:
         reason = f"phase pair: no request for room {req.key.room} was reported by prefill {link.address} for "
         return Failure("deadline", f"{reason}{waited_s:.1f} s (deadline {pair_s:g} s)")
     if now - known.at >= REPEAT_S:
@@ -72,12 +72,12 @@ def announce(req: DecodeRequest, pair_s: float, now: float) -> Failure | None:
     return None
 
 
-def is_paired(req: DecodeRequest) -> bool:
-    """Whether the prefill node has said that it has its half, in the registration that is valid now."""
+def has_arrived(req: DecodeRequest) -> bool:
+    """Whether the router's request has come to the prefill node, in the registration that is valid now."""
     known = req.announced
     if known is None or req.link is None:
         return False
-    return known.is_paired and known.registration == req.link.registration
+    return known.has_arrived and known.registration == req.link.registration
 
 
 def withdraw(req: DecodeRequest, reason: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.decode.routed_rooms import REPEAT_S, announce, is_paired, withdraw
+from server.decode.routed_rooms import REPEAT_S, announce, has_arrived, withdraw
 from server.engine.request import RoutedRoom
 from server.transfer.protocol import Abort, AnyMessage, Registration, Waiting, room_ids
 from server.transfer.rooms import RoomKey
@@ -47,16 +47,16 @@ def test_a_waiting_room_is_announced_at_once_every_second_and_in_every_registrat
     for now in (0.0, REPEAT_S / 2, REPEAT_S, REPEAT_S + 0.1):
         assert announce(req, PAIR_S, now) is None
     assert link.sent == [waiting(3)] * 2
-    assert not is_paired(req)
-    req.announced.is_paired = True
-    assert is_paired(req)
+    assert not has_arrived(req)
+    req.announced.has_arrived = True
+    assert has_arrived(req)
     link.registration = None
     assert announce(req, PAIR_S, now) is None, "the peer comes back"
-    assert not is_paired(req)
+    assert not has_arrived(req)
     link.registration = later = NOW._replace(number=2)
     assert announce(req, PAIR_S, now) is None
     assert link.sent[2:] == [waiting(3, later)]
-    assert not is_paired(req), "that was said in another registration"
+    assert not has_arrived(req), "that was said in another registration"
     withdraw(req, "bye")
     assert link.sent[3:] == [Abort(**room_ids(later, ROOM, 3), reason="bye")]
 
@@ -65,7 +65,7 @@ def test_a_waiting_room_is_announced_at_once_every_second_and_in_every_registrat
 def test_a_waiting_room_without_its_other_half_ends_by_the_deadline(has_both: bool) -> None:
     req = waiting_request(FakeLink())
     assert announce(req, PAIR_S, 0.0) is None
-    req.announced.is_paired = has_both
+    req.announced.has_arrived = has_both
     failure = announce(req, PAIR_S, PAIR_S + 0.1)
     if has_both:
         assert failure is None, "a room that waits for memory alone has no such deadline"

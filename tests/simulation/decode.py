@@ -26,7 +26,7 @@ from server.decode.room import (
     Verified,
     Verify,
 )
-from server.decode.routed_rooms import announce, is_paired, withdraw
+from server.decode.routed_rooms import announce, has_arrived, withdraw
 from server.engine.request import GenerationRequest, RoutedRoom, TokenLogprob
 from server.failure import Failure
 from server.transfer.protocol import (
@@ -225,7 +225,7 @@ class SimulatedDecode:
 
     def _admit(self) -> None:
         for client in list(self._waiting):
-            if self._prefill is None or (client.is_routed and not is_paired(client)):  # type: ignore[arg-type]
+            if self._prefill is None or (client.is_routed and not has_arrived(client)):  # type: ignore[arg-type]
                 continue
             placement = self.memory.reserve(client.key, self._session)
             if placement is None:
@@ -303,7 +303,7 @@ class SimulatedDecode:
             if client is None:
                 self.send(Abort(**ids_of(message), reason="unknown room"))
             elif client.room is None and client.announced is not None:
-                client.announced.is_paired = True
+                client.announced.has_arrived = True
                 self._admit()
         elif client is not None and client.room is None and isinstance(message, FailedMessage):
             self._end_waiting(client, None)
