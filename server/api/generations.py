@@ -1,4 +1,4 @@
-"""The generations behind one HTTP request: started together, followed to the end, and aborted on every way out."""
+"""The generations behind one HTTP request: started together, followed to the end, and aborted with it."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def sample_seed(seed: int, sample: int) -> int:
 def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt_field: str) -> SamplingParams:
     """Sampling parameters for a prompt of ``n_prompt`` tokens. The default of max_tokens shrinks to what fits.
 
-    A prefill node generates one token whatever is asked, and the decode node is the judge of the rest.
+    A prefill node generates one token whatever is asked, and the decode node checks the rest.
 
     :raises InvalidRequest: the prompt is empty, or it or the asked max_tokens does not fit the context.
     """

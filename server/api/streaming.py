@@ -40,8 +40,8 @@ WHOLE_OR_STREAMED: dict[int | str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class StreamTimes:
-    """When a stream speaks that has no token yet. ``head_s``: its status line waits for the first token or failure, but
-    no longer. ``comment_s``: from then on a comment whenever it was silent for so long. Seconds.
+    """What a stream sends that has no token yet, in seconds. ``head_s``: its status line waits for the first token or
+    failure, but no longer. ``comment_s``: from then on a comment whenever it was silent for so long.
     """
 
     head_s: float = 2.0
@@ -127,8 +127,8 @@ class EventStream(Response):
     """A streamed answer: one server-sent event for every chunk (for None a comment), then ``[DONE]``.
 
     The status line is out before the first chunk is made, so an error from ``chunks`` becomes an error event, and the
-    stream ends without ``[DONE]``. ``on_end`` is called on every way out; that the client has gone away is noticed
-    between chunks too.
+    stream ends without ``[DONE]``. ``on_end`` is called however the stream ends; that the client has gone away is
+    noticed between chunks too.
     """
 
     media_type = "text/event-stream"

@@ -46,7 +46,7 @@ class DecodePhase(enum.StrEnum):
 
 
 _REMOTE = (DecodePhase.RESERVE, DecodePhase.QUEUED, DecodePhase.PREFILL, DecodePhase.TRANSFER)
-"""Where the prefill node has the next word, in their order."""
+"""Phases that end when the prefill node sends something, in their order."""
 _PHASE_OF = {
     RemotePhase.QUEUED: DecodePhase.QUEUED,
     RemotePhase.PREFILL: DecodePhase.PREFILL,

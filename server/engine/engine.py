@@ -288,7 +288,7 @@ class Engine(threading.Thread):
         """Adds chosen tokens to a running sequence and reports them; ends the sequence if one of them does.
 
         Of ``n_proposed`` drafted tokens those count as accepted that were given out beside the one that every step
-        gives: what stood behind the end of the answer was of no use.
+        gives: those behind the end of the answer do not count.
         """
         ids = [choice.token_id for choice in choices]
         sequence.tokens.extend(ids)

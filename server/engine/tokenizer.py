@@ -41,7 +41,7 @@ _RENDER_ARGUMENTS = frozenset(
         *("raise_exception", "strftime_now", "tojson"),
     }
 )
-"""Names that what lies behind ``apply_chat_template`` passes on itself, or gives every template."""
+"""Names that ``apply_chat_template`` passes on itself, or gives every template."""
 _MAX_REASON_CHARS = 500
 
 _NO_ROLE = "zq-no-role-of-any-template"

@@ -1,7 +1,7 @@
 """Faults in the data plane: any transport engine, with rules for the writes that go wrong.
 
-The rules speak of source memory, so that whoever arms them needs to know nothing of pieces: a piece that reads one byte
-under a rule obeys it.
+The rules speak of source memory, so a fault needs to know nothing of pieces: a piece that reads one byte under a rule
+obeys it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class PagePool:
 
 
 class Pools:
-    """Every component of an arena by name (the hand-off row is not the model's business)."""
+    """Every component of an arena by name (the model does not use the hand-off row)."""
 
     def __init__(self, arena: Arena) -> None:
         self.ring: dict[str, RingPool] = {}

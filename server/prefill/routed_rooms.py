@@ -80,15 +80,15 @@ class _HttpHalf:
 class _Ended:
     """The end of the ``side`` half of a room, whose other half had not come. Kept until ``until``.
 
-    It ends one half of the other side, which may be still to come, and is spent then. A half of the same side is not of
-    that room any more but of a later one with its id, and so are all that come after it. The ends of those are not
-    remembered before ``until``: whoever uses an id again and again fails once by this, not each time.
+    It ends one half of the other side, which may be still to come, and no second one (``is_used``). A half of the same
+    side belongs to a later room with this id, and so do all that come after it. The ends of those are not remembered
+    before ``until``: a client that uses an id again and again fails once by this, not each time.
     """
 
     side: Side
     failure: Failure
     until: float
-    is_spent: bool = False
+    is_used: bool = False
 
 
 class RoutedRooms:
@@ -197,7 +197,7 @@ class RoutedRooms:
         half.generation.fail(_for_client(failure))
 
     def _let_go(self, half: _HttpHalf) -> None:
-        """The request is answered: what its room still does is no business of a later one with the same id."""
+        """The request is answered: what its room still does does not concern a later one with the same id."""
         if self._http.get(half.room) is half:
             del self._http[half.room]
         if half.req is not None:
@@ -342,8 +342,8 @@ class RoutedRooms:
         ended = self._ended.get(room)
         if ended is None or self._clock() >= ended.until:
             return None, False
-        concerns_it = not ended.is_spent and ended.side is not side
-        ended.is_spent = True
+        concerns_it = not ended.is_used and ended.side is not side
+        ended.is_used = True
         return (ended.failure if concerns_it else None), True
 
 

@@ -106,7 +106,7 @@ class Finding:
 
 
 async def look_at(address: str, mechanism: str, event: Wire) -> Finding:
-    """Connects to a prefill node's ``host:port`` by hand and reads its ZMQ greeting, to say what ``event`` meant.
+    """Connects to a prefill node's ``host:port`` without ZMQ and reads its ZMQ greeting, to say what ``event`` meant.
 
     ``mechanism`` is ours, ``NULL`` or ``CURVE``.
     """

@@ -19,7 +19,7 @@ async def frames_of(socket: zmq.asyncio.Socket) -> AsyncIterator[tuple[list[byte
     """Every message of a socket with the file descriptor it came from, for ever. Other tasks get their turn however
     fast a peer sends.
 
-    ``recv_multipart`` does not let go of the event loop while there are messages.
+    ``recv_multipart`` does not return to the event loop while there are messages.
     """
     for n_received in itertools.count(1):
         frames = await socket.recv_multipart(copy=False)

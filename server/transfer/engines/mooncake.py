@@ -145,7 +145,7 @@ def _choose_family(host: str) -> None:
 
     With it a peer's IPv4 address is not understood any more, without it no IPv6 address is.
     """
-    is_set = "MC_USE_IPV6" in os.environ  # to whatever: Mooncake looks no further
+    is_set = "MC_USE_IPV6" in os.environ  # to any value: Mooncake looks at nothing more
     if is_ipv6(host):
         os.environ["MC_USE_IPV6"] = "1"
     elif is_set:
@@ -265,7 +265,7 @@ class MooncakeEngine:
         if nbytes <= 0:
             raise SubmitFailed(f"a piece has at least one byte, not {nbytes}")
         if session not in self._peers:
-            self._peers[session] = self._meet(session)
+            self._peers[session] = self._first_contact(session)
         ticket = Ticket(engine.transfer_submit_write(session, src, dst, nbytes))
         if ticket == 0:
             raise SubmitFailed(f"Mooncake did not take a write of {nbytes} bytes to {session}")
@@ -321,7 +321,7 @@ class MooncakeEngine:
             raise EngineClosed("the Mooncake engine is closed")
         return self._engine
 
-    def _meet(self, session: str) -> SegmentDescription:
+    def _first_contact(self, session: str) -> SegmentDescription:
         try:
             peer = describe_segment(session, PEER_ANSWER_TIMEOUT_S)
         except (OSError, ValueError) as error:
