@@ -1,6 +1,6 @@
 """A relay on the control connection between a decode and a prefill node, which can hold messages back and repeat them.
 
-The network may do all of this to a connection that breaks and comes back; a relay does it when it is told to.
+The network may do all of this to a connection that breaks and comes back; a relay does it on demand.
 """
 
 from __future__ import annotations

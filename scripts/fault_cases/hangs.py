@@ -1,4 +1,4 @@
-"""Hangs, leaks and lies, as they happened elsewhere, staged here. Each play returns what fired."""
+"""Hangs, leaks and misleading errors, as they happened elsewhere, staged here. Each play returns what fired."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 from cluster.asking import End, Outcome
-from hostile.rogue_peer import deaf_port, rogue_peer
+from hostile.rogue_peer import rogue_peer, silent_port
 
 from fault_cases.reports import Seen, staged
 from fault_cases.stage import Stage, expect, question
@@ -243,7 +243,7 @@ async def unreachable_peer(stage: Stage) -> Seen:
     peers = (await asyncio.to_thread(stage.decode.info))["peers"]
     others = [peer["state"] for peer in peers if peer["address"] != stage.prefill.address]
     expect(others != ["registered"], "the peer that never answers is registered")
-    async with deaf_port() as deaf, rogue_peer(stage.prefill, deaf) as rogue:
+    async with silent_port() as silent, rogue_peer(stage.prefill, silent) as rogue:
         ids = rogue.reserve(list(range(10, 60)))
         await asyncio.gather(*(stage.right(question(40 + i, 33)) for i in range(4)))
         failed = await rogue.refusal(ids, 60.0)

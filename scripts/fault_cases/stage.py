@@ -19,7 +19,7 @@ from typing import Any
 from cluster import Cluster, ClusterFailed, Node, nothing_left, until_async
 from cluster.asking import End, Outcome, Question, ask
 from cluster.oracle import OracleCluster, oracle_cluster
-from hostile.rogue_peer import deaf_port
+from hostile.rogue_peer import silent_port
 
 READY_S = 120.0
 FREE_S = 40.0
@@ -151,8 +151,8 @@ class Stage:
 async def stage(logs: Path) -> AsyncIterator[Stage]:
     """Starts everything and waits until it serves. Raises :class:`cluster.ClusterFailed` if it does not."""
     async with (
-        deaf_port() as deaf,
-        oracle_cluster(0, 1, logs, PREFILL_OPTIONS, DECODE_OPTIONS, silent=(deaf,)) as nodes,
+        silent_port() as silent,
+        oracle_cluster(0, 1, logs, PREFILL_OPTIONS, DECODE_OPTIONS, silent=(silent,)) as nodes,
     ):
         made = Stage(nodes, logs)
         await made.calm()

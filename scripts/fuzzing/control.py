@@ -153,7 +153,7 @@ class ToPrefill:
 
 
 class ToDecode:
-    """A prefill node that the decode node was told of, and that never says anything which fits."""
+    """A prefill node that the decode node was given, and that never says anything which fits."""
 
     def __init__(self, rng: random.Random) -> None:
         self.account = Account()

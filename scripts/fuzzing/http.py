@@ -33,8 +33,8 @@ def run_schemathesis(url: str, n_requests: int, seed: int, directory: Path) -> t
         report.unlink(missing_ok=True)
         with log.open("wb") as output:
             done = subprocess.run(command, stdout=output, stderr=output, env=environment, cwd=directory, check=False)
-        told: dict[str, Any] = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
-        n_new = told.get("test_cases", {}).get("generated", 0)
+        found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+        n_new = found.get("test_cases", {}).get("generated", 0)
         n_sent, seed = n_sent + n_new, seed + 1
         if done.returncode or not n_new:
             failures.append(f"schemathesis ended with {done.returncode} after {n_new} requests; see {log}")

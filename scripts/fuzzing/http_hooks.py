@@ -1,4 +1,4 @@
-"""What schemathesis is told about this server: answers are kept short, and which errors of a server are none of it."""
+"""What schemathesis must know about this server: short answers, and which errors of a server are none of its own."""
 
 from __future__ import annotations
 

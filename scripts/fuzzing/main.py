@@ -45,9 +45,9 @@ WARM_UP = 0.1
 @contextmanager
 def running_pair(*more_prefill: str) -> Iterator[Pair]:
     """A pair that serves. ``more_prefill`` are given to the decode node as prefill nodes as well."""
-    quiet = ["--log-level", "warning"]
+    options = ["--log-level", "warning"]
     more = [word for address in more_prefill for word in ("--prefill", address)]
-    with Pair(LOGS, quiet, [*quiet, *more], prefix="fuzz-").running() as pair:
+    with Pair(LOGS, options, [*options, *more], prefix="fuzz-").running() as pair:
         yield pair
 
 

@@ -1,1 +1,1 @@
-"""Whoever means a server no good: HTTP clients, decode nodes, noise on both ports. Each is drawn from a seed."""
+"""Clients, false peers and noise that could harm a server. What each does is drawn from a seed."""

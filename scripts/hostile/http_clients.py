@@ -14,8 +14,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from itertools import chain, repeat
 from typing import Any
 from urllib.parse import urlsplit
@@ -124,14 +124,9 @@ def _made(make: Callable[[], bytes]) -> bytes:
     return make()
 
 
-def _bodies(address: Address, rng: random.Random, _until: float) -> str:
+def _whole(requests: Sequence[Callable[[], bytes]], address: Address, rng: random.Random, _until: float) -> str:
     leaves = rng.random() < 0.25
-    return _say(address, [_made(rng.choice(_BODIES))], leaves=leaves)
-
-
-def _lists(address: Address, rng: random.Random, _until: float) -> str:
-    leaves = rng.random() < 0.25
-    return _say(address, [_made(rng.choice(_LISTS))], leaves=leaves)
+    return _say(address, [_made(rng.choice(requests))], leaves=leaves)
 
 
 # --- headers ----------------------------------------------------------------------------------------------------------
@@ -183,8 +178,8 @@ def _silent(address: Address, rng: random.Random, until: float) -> str:
 
 
 _CLIENTS: dict[Attack, Callable[[Address, random.Random, float], str]] = {
-    Attack.BODIES: _bodies,
-    Attack.LISTS: _lists,
+    Attack.BODIES: partial(_whole, _BODIES),
+    Attack.LISTS: partial(_whole, _LISTS),
     Attack.HEADERS: _headers,
     Attack.SLOW: _slow,
     Attack.SILENT: _silent,

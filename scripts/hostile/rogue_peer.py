@@ -164,7 +164,7 @@ async def rogue_peer(
 
 
 @asynccontextmanager
-async def deaf_port() -> AsyncIterator[str]:
+async def silent_port() -> AsyncIterator[str]:
     """``host:port`` that takes connections and answers nothing: a Mooncake endpoint whose process is frozen."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"

@@ -15,7 +15,7 @@ from cluster.oracle import OracleCluster
 from cluster.relay import ControlRelay
 from hostile import http_clients
 from hostile.garbage import send_broken, send_frames
-from hostile.rogue_peer import RogueFailed, deaf_port, rogue_peer
+from hostile.rogue_peer import RogueFailed, rogue_peer, silent_port
 
 from server.cache.layout import PROBE_NBYTES
 from server.faults.spec import DECODE, MESSAGE_TYPES, MESSAGES, PREFILL
@@ -96,7 +96,7 @@ async def _rogue(kind: Kind, prefill: Node, rng: random.Random) -> str | None:
     prompt = [10 + rng.randrange(400) for _ in range(rng.randint(1, 600))]
     try:
         async with contextlib.AsyncExitStack() as stack:
-            session = await stack.enter_async_context(deaf_port()) if kind is Kind.SILENT_PEER else ""
+            session = await stack.enter_async_context(silent_port()) if kind is Kind.SILENT_PEER else ""
             peer = await stack.enter_async_context(rogue_peer(prefill, session, timeout_s=ROGUE_S))
             ids = peer.reserve(prompt, room=rng.randrange(2**62))
             if kind is Kind.VANISHING_PEER:

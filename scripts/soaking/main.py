@@ -1,4 +1,4 @@
-"""A chaos soak: random clients against real processes that are killed, frozen, restarted and shouted at meanwhile.
+"""A chaos soak: random clients against real processes that are killed, frozen, restarted and attacked meanwhile.
 
 Every answer is compared token for token, log probabilities included, with one process that computes alone. Nobody may
 wait longer than the client's deadline, and after every episode both nodes hold nothing and no thread, socket or file

@@ -185,19 +185,19 @@ def _room(rng: random.Random, number: int, n_questions: int) -> Room:
 def _events(rng: random.Random, prefill_nodes: int) -> Iterator[Event]:
     """Eras of shuffled decks, without an end. Prefill and decode take turns in surviving."""
     prefills = [f"prefill{i}" for i in range(prefill_nodes)]
-    survivor = rng.choice(("prefill", "decode"))
+    kept = rng.choice(("prefill", "decode"))
     while True:
-        mortal = ["decode"] if survivor == "prefill" else prefills
+        may_end = ["decode"] if kept == "prefill" else prefills
         for kind in rng.sample(DECK, len(DECK)):
-            anybody = mortal if kind in (Kind.KILL, Kind.TERMINATE) else ["decode", *prefills]
+            targets = may_end if kind in (Kind.KILL, Kind.TERMINATE) else ["decode", *prefills]
             if kind in _OF_PREFILL:
-                anybody = prefills
+                targets = prefills
             if kind is Kind.FLOOD:
-                anybody = ["decode"]
+                targets = ["decode"]
             for_s = rng.uniform(0.5, 1.5) if kind is Kind.FREEZE_SHORT else rng.uniform(4.5, 6.0)
             at_s = rng.uniform(0, EPISODE_S)
-            yield Event(kind, rng.choice(anybody), round(at_s, 3), round(for_s, 3), rng.randrange(2**32))
-        survivor = "prefill" if survivor == "decode" else "decode"
+            yield Event(kind, rng.choice(targets), round(at_s, 3), round(for_s, 3), rng.randrange(2**32))
+        kept = "prefill" if kept == "decode" else "decode"
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

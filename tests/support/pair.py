@@ -89,7 +89,7 @@ class TestNode:
         self._runner, self._tokenizer = ModelRunner(model, self.arena), tokenizer
         self.max_context = min(model.config.max_position_embeddings, self.allocator.capacity_tokens)
 
-    def parts(self, make_transport: Callable[[], TransferEngine]) -> NodeContext:
+    def context(self, make_transport: Callable[[], TransferEngine]) -> NodeContext:
         return NodeContext(
             submit_command=self._submit,
             make_transport=make_transport,
@@ -105,10 +105,13 @@ class TestNode:
     def settings(self) -> dict[str, Any]:
         return {"model_name": "test", "max_context": self.max_context, "deadlines": self.side.deadlines}
 
-    def start_engine(self, on_event: Callable[[Event], None], *, spec_tokens: int = 0) -> None:
+    @contextlib.asynccontextmanager
+    async def running(self, node: PrefillNode | DecodeNode, *, spec_tokens: int = 0) -> AsyncIterator[None]:
+        """The engine and ``node``, which is made with this side's context."""
+
         def record(event: Event) -> None:
             self.events.append(event)
-            on_event(event)
+            node.on_engine_event(event)
 
         self.engine = Engine(
             self._runner,
@@ -120,6 +123,12 @@ class TestNode:
             cold_draft=self.side.cold_draft,
         )
         self.engine.start()
+        try:
+            await node.start()
+            yield
+        finally:
+            await node.stop()
+            await asyncio.to_thread(self.engine.stop)
 
     def _submit(self, command: Command) -> None:
         self.commands.append(command)
@@ -195,14 +204,9 @@ async def running_prefill(
 ) -> AsyncIterator[tuple[TestNode, PrefillNode]]:
     p = TestNode(model, tokenizer, side)
     settings = PrefillSettings(**p.settings(), bootstrap_port=port, spec_tokens=side.spec_tokens)
-    node = PrefillNode(settings, p.parts(transport))
-    p.start_engine(node.on_engine_event)
-    try:
-        await node.start()
+    node = PrefillNode(settings, p.context(transport))
+    async with p.running(node):
         yield p, node
-    finally:
-        await node.stop()
-        await asyncio.to_thread(p.engine.stop)
 
 
 @contextlib.asynccontextmanager
@@ -221,14 +225,9 @@ async def running_decode(
         spec_tokens=side.spec_tokens if side.draft else 0,
         own_components=frozenset({DRAFT}) if side.cold_draft else frozenset(),
     )
-    node = DecodeNode(settings, d.parts(transport))
-    d.start_engine(node.on_engine_event, spec_tokens=side.spec_tokens if side.draft else 0)
-    try:
-        await node.start()
+    node = DecodeNode(settings, d.context(transport))
+    async with d.running(node, spec_tokens=settings.spec_tokens):
         yield d, node
-    finally:
-        await node.stop()
-        await asyncio.to_thread(d.engine.stop)
 
 
 @contextlib.asynccontextmanager

@@ -55,18 +55,18 @@ def test_the_account_finds_frames_that_a_node_counts_otherwise_or_not_at_all() -
 
 
 def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    report = tmp_path / "report.json"
-    code = fuzz.main(["--output", str(report), *arguments])
-    told: dict[str, Any] = json.loads(report.read_text())
-    assert (code, told["mistakes"]) == (0, [])
-    return told
+    path = tmp_path / "report.json"
+    code = fuzz.main(["--output", str(path), *arguments])
+    report: dict[str, Any] = json.loads(path.read_text())
+    assert (code, report["mistakes"]) == (0, [])
+    return report
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_pair_stands_frames_that_nobody_should_send(tmp_path: Path) -> None:
-    told = run(tmp_path, "zmq", "--frames", "5000", "--seed", "3")
-    assert told["answers"]["right"] >= 3
+    report = run(tmp_path, "zmq", "--frames", "5000", "--seed", "3")
+    assert report["answers"]["right"] >= 3
 
 
 @pytest.mark.processes
@@ -84,5 +84,5 @@ def test_no_message_of_an_earlier_registration_is_obeyed(tmp_path: Path) -> None
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_pair_stands_requests_that_nobody_should_send(tmp_path: Path) -> None:
-    told = run(tmp_path, "http", "--requests", "1000", "--seed", "3")
-    assert told["answers"]["right"] >= 3
+    report = run(tmp_path, "http", "--requests", "1000", "--seed", "3")
+    assert report["answers"]["right"] >= 3
