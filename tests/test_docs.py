@@ -12,7 +12,6 @@ from typing import Any
 import benchmark.main as bench
 import demo.main as demo
 import fault_cases.main as faults
-import fault_cases.matrix as faults_matrix
 import fuzzing.main as fuzz
 import pytest
 import soaking.main as soak
@@ -44,7 +43,6 @@ PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "knockout.py": knockout.main,
     "soak.py": soak.main,
     "faults.py": faults.main,
-    "faults_matrix.py": faults_matrix.main,
     "fuzz.py": fuzz.main,
     "lifecycle.py": walk.main,
 }

@@ -1,4 +1,4 @@
-"""The PD protocol: messages, manifests, connections, the rooms' state machines, the copy plan and the transports.
+"""What both nodes speak: messages, manifests, room keys and deadlines, connections, the copy plan and the transports.
 
-Imports ``server.cache`` only. The nodes in ``server.prefill`` and ``server.decode`` put the parts together.
+Imports ``server.cache``. The rooms' state machines are in ``server.prefill`` and ``server.decode``.
 """
