@@ -127,11 +127,6 @@ class RoutedRooms:
         """Rooms that wait on decode nodes for their request over HTTP."""
         return len(self._decode)
 
-    def have_met(self, room: int) -> bool:
-        """Whether both halves of a room are known here: its request, and that it waits on a decode node."""
-        half = self._http.get(room)
-        return half is not None and half.other is not None
-
     # --- the client's side --------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest) -> NodeGeneration:
