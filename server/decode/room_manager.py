@@ -43,7 +43,6 @@ from server.transfer.protocol import (
     Committed,
     Done,
     Failed,
-    PeerMessage,
     Progress,
     Quiesced,
     RequestArrived,
@@ -101,7 +100,7 @@ class DecodeRoomManager:
             context,
             incarnation,
             make_dialer=make_dialer,
-            on_event=self.on_link_event,
+            on_event=self._on_link_event,
             outstanding=lambda link: len(self._rooms_of(link)),
         )
 
@@ -121,7 +120,7 @@ class DecodeRoomManager:
     def _rooms_of(self, link: PrefillLink) -> list[DecodeRequest]:
         return [req for req in self._reqs.values() if req.link is link]
 
-    def on_link_event(self, link: PrefillLink, event: LinkEvent) -> None:
+    def _on_link_event(self, link: PrefillLink, event: LinkEvent) -> None:
         match event:
             case PeerRegistered():
                 self._on_peers_changed()
@@ -132,15 +131,10 @@ class DecodeRoomManager:
             case Fenced():
                 for req in self._rooms_of(link):
                     self.step(req, event)
-            case _:
-                self.on_message(link, event)
-
-    def on_message(self, link: PrefillLink, message: PeerMessage) -> None:
-        match message:
             case RequestArrived():
-                self._on_request_arrived(link, message)
+                self._on_request_arrived(link, event)
             case Reserved() | Progress() | Done() | Failed() | Quiesced():
-                self._on_room_message(link, message)
+                self._on_room_message(link, event)
             case _:
                 pass
 
