@@ -288,7 +288,7 @@ class PrefillRoomManager:
         failure = Failure("aborted", abort.reason)
         self.routed_rooms.given_up(key, failure)
         if self.tombstones.clean(key):
-            self.tombstones.bury(key, failure, clean=True)
+            self.tombstones.add(key, failure, clean=True)
             peer.send(Quiesced(**ids_of(abort)))
         else:
             peer.send(failed_message(abort, failure, Writes.UNKNOWN))
@@ -397,7 +397,7 @@ class PrefillRoomManager:
             self._metrics.phase("digest", room.done.timings.digest_s)
             self._metrics.transferred({sent.component: sent.nbytes for sent in room.done.sent}, room.done.pieces)
         if not req.peer.lost:
-            self.tombstones.bury(key, room.failure, clean=action.clean)
+            self.tombstones.add(key, room.failure, clean=action.clean)
         if action.clean:
             req.sender.forget(key)
 

@@ -228,7 +228,7 @@ class RoutedRooms:
 
     def refuse(self, peer: DecodePeer, waiting: Waiting, failure: Failure) -> None:
         """A room that waits on its decode node is over here. A copy of its ``Waiting`` finds the tombstone."""
-        self._tombstones.bury(RoomKey.of(waiting), failure, clean=True)
+        self._tombstones.add(RoomKey.of(waiting), failure, clean=True)
         peer.send(failed_message(waiting, failure, Writes.SETTLING))
 
     def given_up(self, key: RoomKey, failure: Failure) -> None:

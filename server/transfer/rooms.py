@@ -138,7 +138,7 @@ class Tombstones:
     def __len__(self) -> int:
         return sum(map(len, self._stones.values()))
 
-    def bury(self, key: RoomKey, failure: Failure | None, *, clean: bool) -> None:
+    def add(self, key: RoomKey, failure: Failure | None, *, clean: bool) -> None:
         if not clean:
             self._dirty[key] = failure
         stones = self._stones.setdefault(key.decode, OrderedDict())

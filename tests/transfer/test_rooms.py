@@ -306,13 +306,13 @@ class TestPrefillRoom:
 
 def test_a_tombstone_refuses_its_epoch_and_earlier_ones() -> None:
     stones = Tombstones(capacity=2)
-    stones.bury(RoomKey(5, 2, DECODE), GONE, clean=True)
+    stones.add(RoomKey(5, 2, DECODE), GONE, clean=True)
     assert stones.refuses(RoomKey(5, 1, DECODE)) is not None
     assert stones.refuses(RoomKey(5, 2, DECODE)) is not None
     assert stones.refuses(RoomKey(5, 3, DECODE)) is None
-    stones.bury(RoomKey(6, 3, DECODE), GONE, clean=False)
+    stones.add(RoomKey(6, 3, DECODE), GONE, clean=False)
     for room in range(10, 20):
-        stones.bury(RoomKey(room, 4, DECODE), GONE, clean=True)
+        stones.add(RoomKey(room, 4, DECODE), GONE, clean=True)
     assert len(stones) == 2
     assert not stones.clean(RoomKey(6, 3, DECODE)), "a room with unknown writes is never forgotten"
     for room in (5, 10, 17):
