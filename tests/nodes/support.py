@@ -55,38 +55,13 @@ from server.transfer.engines.base import TransferEngine
 from server.transfer.engines.loopback import LoopbackEngine
 from server.transfer.manifest import ModelIdentity
 from server.transfer.metrics import NodeMetrics
-from server.transfer.protocol import AnyMessage, PeerMessage
+from server.transfer.protocol import PeerMessage
 from server.transfer.rooms import Deadlines
+from tests.support.fake_tokenizer import VOCABULARY, FakeTokenizer
 from tests.support.waiting import until
 from tests.transfer.support import IDENTITY, WINDOW, make_geometry
 
-EOS = 0
-VOCABULARY = 1000
 FAST = Deadlines(peer_s=2.5, ping_s=0.2, reserve_s=3.0, quiesce_s=2.0, probe_s=1.0, transfer_s=3.0, resend_s=0.2)
-
-
-class FakeTokenizer:
-    """One token for each character. It is its own process."""
-
-    vocab_size = VOCABULARY
-    eos_token_ids = frozenset({EOS})
-    chars_per_token = 1
-
-    def process(self) -> FakeTokenizer:
-        return self
-
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(c) % VOCABULARY for c in text]
-
-    def decode(self, ids: list[int]) -> str:
-        return " ".join(map(str, ids))
-
-    def token_text(self, token_id: int) -> str:
-        return str(token_id)
 
 
 def first_token_of(prompt: tuple[int, ...]) -> int:
@@ -159,7 +134,7 @@ class FakeEngine(threading.Thread):
 
     def _advance(self) -> None:
         for command in self._todo[:1]:
-            self._compute(command)
+            self.compute(command)
         for key in list(self._answers):
             self._emit(key)
 
@@ -170,7 +145,7 @@ class FakeEngine(threading.Thread):
         if found:
             self.on_event(Finished(key, FinishReason.ABORT))
 
-    def _compute(self, command: Prefill | Generate | Resume) -> None:
+    def compute(self, command: Prefill | Generate | Resume) -> None:
         prompt, n = command.request.prompt_ids, len(command.request.prompt_ids)
         if self.fail_next:
             self.fail_next = False
@@ -381,9 +356,9 @@ async def pairs(make_transport: Callable[[], TransferEngine] = LoopbackEngine) -
             await pair.stop(started)
 
 
-def deaf_to(p: NodeUnderTest, kinds: type | UnionType, monkeypatch: pytest.MonkeyPatch) -> list[AnyMessage]:
+def deaf_to(p: NodeUnderTest, kinds: type | UnionType, monkeypatch: pytest.MonkeyPatch) -> list[PeerMessage]:
     """The prefill node ignores messages of these kinds from now on; those that it has ignored."""
-    ignored: list[AnyMessage] = []
+    ignored: list[PeerMessage] = []
     take = p.node.manager.on_message
 
     def on_message(peer: DecodePeer, message: PeerMessage) -> None:

@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from server.decode import room_manager
+from server.decode.verify import verify
 from server.engine.events import Died
 from server.engine.request import FinishReason
 from server.failure import RequestFailed
@@ -78,7 +79,6 @@ async def test_an_abort_in_any_phase_leaves_every_count_at_its_start(
         p.engine.gate.clear()
         occupants = [d.node.submit(request(9))] if phase == "queued" else []
     elif phase == "verify":
-        verify = room_manager.verify
 
         def slow_verify(*args: object) -> object:
             time.sleep(0.3)
@@ -143,7 +143,7 @@ async def test_a_bad_write_fails_the_room_and_its_memory_is_safe(
     pair: Pair, fate: PieceFate, code: str, fences: int
 ) -> None:
     engines: list[LoopbackEngine] = []
-    struck = []
+    struck: list[Submission] = []
 
     def strike(submission: Submission) -> PieceFate | None:
         if struck:

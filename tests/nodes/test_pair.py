@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -124,7 +125,7 @@ async def test_a_token_outside_the_vocabulary_is_400(pair: Pair) -> None:
     ("name", "value"),
     [("temperature", float("nan")), ("top_p", 2.0), ("seed", 2**64), ("stop", ("x",) * 100), ("logprobs", 21)],
 )
-async def test_a_sampling_parameter_that_the_wire_refuses_is_400(pair: Pair, name: str, value: object) -> None:
+async def test_a_sampling_parameter_that_the_wire_refuses_is_400(pair: Pair, name: str, value: Any) -> None:
     d = await pair.decode(await pair.prefill())
     with pytest.raises(RequestFailed, match="out of range") as caught:
         d.node.submit(replace(request(3), sampling=replace(SamplingParams(), **{name: value})))

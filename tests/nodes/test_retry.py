@@ -13,6 +13,7 @@ from server.engine.events import ComputeFailed
 from server.engine.request import GenerationRequest, RouteInfo
 from server.failure import Failure, RequestFailed
 from server.transfer.protocol import Abort, Rejected
+from server.transfer.rooms import RoomKey
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, deaf_to, expected, pairs, request, until
 from tests.nodes.test_failures import all_free
 from tests.transfer.support import make_geometry
@@ -45,6 +46,8 @@ async def test_a_failure_before_the_commit_is_retried_on_another_node(pair: Pair
     assert (route.prefill, route.n_retries) == (address(good), 1)
     assert d.metric("pd_retries_total", reason="component_mismatch") == 1
     (first,), (second,) = bad.engine.prefilled, good.engine.prefilled
+    assert isinstance(first, RoomKey)
+    assert isinstance(second, RoomKey)
     assert first.room == second.room == route.room
     assert second.epoch > first.epoch, "a new reservation attempt"
     await until(lambda: all(all_free(side) for side in (bad, good, d)))

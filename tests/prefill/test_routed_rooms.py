@@ -13,7 +13,8 @@ from server.prefill.decode_peer import DecodePeer
 from server.prefill.routed_rooms import REMEMBER_S, RoutedRooms
 from server.transfer.protocol import AnyMessage, Failed, Registration, RequestArrived, Waiting, room_ids
 from server.transfer.rooms import Heartbeat, RoomKey, Tombstones
-from tests.nodes.support import FakeTokenizer, request
+from tests.nodes.support import request
+from tests.support.fake_tokenizer import FakeTokenizer
 from tests.transfer.support import make_manifest
 
 PAIR_S = 10.0
