@@ -60,15 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _start(options: DecodeOptions) -> int:
     peers = None if options.local_prefill else options.prefill
     keys = check_options(options, peers)
-    http = take_port(options.host, options.port, "--port")
-    check_model_and_transport(options, with_peers=peers is not None)
-    k, cold = options.spec_tokens, options.draft_state == "recompute"
-    resources = build_resources("decode", options, keys.guard, draft=k > 0, spec_tokens=k)
-    own = frozenset({DRAFT}) if cold else frozenset()
-    settings = DecodeSettings(**vars(resources.settings), prefill=peers, own_components=own)
-    node = DecodeNode(settings, resources.context)
-    engine = resources.engine(node.on_engine_event, cold_draft=cold)
-    return await serve(node, engine, options, http, api_key=keys.api_key)
+    with take_port(options.host, options.port, "--port") as http:
+        check_model_and_transport(options, with_peers=peers is not None)
+        k, cold = options.spec_tokens, options.draft_state == "recompute"
+        resources = build_resources("decode", options, keys.guard, draft=k > 0, spec_tokens=k)
+        own = frozenset({DRAFT}) if cold else frozenset()
+        settings = DecodeSettings(**vars(resources.settings), prefill=peers, own_components=own)
+        node = DecodeNode(settings, resources.context)
+        engine = resources.engine(node.on_engine_event, cold_draft=cold)
+        return await serve(node, engine, options, http, api_key=keys.api_key)
 
 
 if __name__ == "__main__":

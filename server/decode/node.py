@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 from server.decode.request_manager import RequestManager
-from server.decode.room_manager import DecodePorts
 from server.decode.settings import DecodeSettings
 from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest
@@ -22,10 +21,10 @@ class DecodeNode(BaseNode):
     manager: RequestManager
     """The node's requests."""
 
-    def __init__(self, settings: DecodeSettings, context: NodeContext, ports: DecodePorts | None = None) -> None:
+    def __init__(self, settings: DecodeSettings, context: NodeContext) -> None:
         super().__init__(settings, context)
         self._settings = settings
-        self.manager = RequestManager(settings, context, self.incarnation, ports)
+        self.manager = RequestManager(settings, context, self.incarnation)
 
     async def _open(self) -> None:
         self.manager.start()

@@ -14,7 +14,6 @@ from server.decode.probe import Prober
 from server.decode.settings import DecodeSettings
 from server.decode.transport_sessions import TransportSessions
 from server.node.context import NodeContext
-from server.threads import Threads
 from server.transfer.engines.base import TransferEngine
 from server.transfer.manifest import Manifest, TransportIdentity, build_manifest
 from server.transfer.protocol import ProbeDone
@@ -37,12 +36,11 @@ class PeerPool:
         incarnation: str,
         *,
         make_dialer: MakeDialer | None,
-        transport_threads: Threads | None,
         on_event: Callable[[PrefillLink, LinkEvent], None],
         outstanding: Callable[[PrefillLink], int],
     ) -> None:
         self.prober = Prober(context.arena, settings.deadlines, context.clock)
-        self.sessions = TransportSessions(context.make_transport, context.arena, transport_threads)
+        self.sessions = TransportSessions(context.make_transport, context.arena)
         self.components = tuple(name for name in context.arena.layout.names if name not in settings.own_components)
         """What is asked of the prefill nodes."""
         self._context = context

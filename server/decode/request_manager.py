@@ -13,13 +13,14 @@ from collections.abc import Iterable
 
 from server.cache.allocator import ItemState
 from server.decode.admission import check_request, choose_room, tokens_held, wire_request, with_seed
+from server.decode.dialer import MakeDialer
 from server.decode.draft_metrics import DraftMetrics
 from server.decode.prefill_link import PrefillLink
 from server.decode.quarantine import Quarantine
 from server.decode.request import DecodeRequest
 from server.decode.request_queue import RequestQueue
 from server.decode.room import Commit, FailClient, Free, RequestAction
-from server.decode.room_manager import DecodePorts, DecodeRoomManager
+from server.decode.room_manager import DecodeRoomManager
 from server.decode.routed_rooms import announce, is_paired, link_of, withdraw
 from server.decode.settings import DecodeSettings
 from server.engine.events import Cancel, ComputeFailed, Event, Finished, Generate, Output, Resume, Scrub, Scrubbed
@@ -36,11 +37,16 @@ log = logging.getLogger(__name__)
 class RequestManager:
     """All requests of a decode node, from ``submit`` until their memory is free again. Lives in the node's event loop.
 
-    Owns memory and clients: nobody else reserves or releases memory, or speaks to a client.
+    Owns memory and clients: nobody else reserves or releases memory, or speaks to a client. ``make_dialer`` makes the
+    connection to a prefill node; None: a ZMQ socket.
     """
 
     def __init__(
-        self, settings: DecodeSettings, context: NodeContext, incarnation: str, ports: DecodePorts | None = None
+        self,
+        settings: DecodeSettings,
+        context: NodeContext,
+        incarnation: str,
+        make_dialer: MakeDialer | None = None,
     ) -> None:
         self.reqs: dict[RoomKey, DecodeRequest] = {}
         self.by_room: dict[int, DecodeRequest] = {}
@@ -51,7 +57,7 @@ class RequestManager:
             settings,
             context,
             incarnation,
-            ports or DecodePorts(),
+            make_dialer=make_dialer,
             on_action=self.perform,
             on_broken=self._on_broken,
             on_waiting=self._on_waiting,

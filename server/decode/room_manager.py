@@ -3,8 +3,8 @@
 Feeds the room state machines (:mod:`.room`) and checks what arrived. Memory and clients are the
 :class:`~.request_manager.RequestManager`'s.
 
-A node leaves its event loop through three ports, :class:`DecodePorts`; all its waits are measured by the context's
-``clock`` or by the loop. So a simulation can run the real managers on a loop with virtual time.
+All waits are measured by the context's ``clock`` or by the event loop, and what leaves it is the ``make_dialer`` and
+the loop's threads. So a simulation can run the real managers on a loop with virtual time.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from server.decode.dialer import MakeDialer
 from server.decode.peer_pool import PeerPool
@@ -30,7 +29,6 @@ from server.decode.room import (
     FencePeer,
     Free,
     Opened,
-    Proof,
     RequestAction,
     Verified,
     Verify,
@@ -40,7 +38,6 @@ from server.decode.verify import Evidence, verify
 from server.failure import Failure, FailureKind, internal_error
 from server.node.context import NodeContext
 from server.threads import Threads
-from server.transfer.checks import Check
 from server.transfer.protocol import (
     Abort,
     Committed,
@@ -65,20 +62,6 @@ _VERIFIERS = 4
 """Rooms whose bytes are checked at the same time."""
 
 
-@dataclass(frozen=True)
-class DecodePorts:
-    """Where a decode node leaves its event loop. None is the real thing.
-
-    - ``make_dialer`` makes the connection to a prefill node: a ZMQ socket.
-    - ``transport_threads`` run the blocking calls of the transport endpoints (``NodeContext.make_transport``).
-    - ``verify`` makes the checks of what has arrived, but for those it is told to skip: in threads.
-    """
-
-    make_dialer: MakeDialer | None = None
-    transport_threads: Threads | None = None
-    verify: Callable[[Evidence, frozenset[Check]], Awaitable[Proof]] | None = None
-
-
 class DecodeRoomManager:
     """All rooms that are not committed yet, and the ``peers`` that they are with.
 
@@ -93,8 +76,8 @@ class DecodeRoomManager:
         settings: DecodeSettings,
         context: NodeContext,
         incarnation: str,
-        ports: DecodePorts,
         *,
+        make_dialer: MakeDialer | None,
         on_action: Callable[[DecodeRequest, RequestAction], None],
         on_broken: Callable[[DecodeRequest, Exception], None],
         on_waiting: Callable[[RoomKey, Failure | None], bool],
@@ -113,13 +96,11 @@ class DecodeRoomManager:
         self._committed: OrderedDict[RoomKey, None] = OrderedDict()
         self._checks: set[asyncio.Task[None]] = set()
         self._verifiers = Threads("verify", _VERIFIERS)
-        self._verify = ports.verify or self._verify_in_thread
         self.peers = PeerPool(
             settings,
             context,
             incarnation,
-            make_dialer=ports.make_dialer,
-            transport_threads=ports.transport_threads,
+            make_dialer=make_dialer,
             on_event=self.on_link_event,
             outstanding=lambda link: len(self._rooms_of(link)),
         )
@@ -262,16 +243,13 @@ class DecodeRoomManager:
                 raise RuntimeError("the room has no memory")
             evidence = Evidence(self._arena, req.placement, self.peers.components, req.key, req.request, done)
             req.skipped = await self._hooks.received(req.key, evidence.n, evidence.placement)
-            proof = await self._verify(evidence, req.skipped)
+            proof = await self._verifiers.run(verify, evidence, req.skipped)
         except Exception as error:
             log.exception("%s could not be checked", req.key)
             proof = Failure("internal_error", f"what arrived could not be checked: {error!r}")
         if isinstance(proof, Failure):
             self._metrics.check_failed(proof)
         self.step(req, Verified(proof))
-
-    async def _verify_in_thread(self, evidence: Evidence, skipped: frozenset[Check]) -> Proof:
-        return await self._verifiers.run(verify, evidence, skipped)
 
     def _forget(self, key: RoomKey, room: DecodeRoom, action: Forget) -> None:
         del self._reqs[key]

@@ -27,18 +27,15 @@ _MAX_AT_ONCE = 16
 
 
 class TransportSessions:
-    """The endpoints, by peer address. The arena is registered with each of them.
+    """The endpoints, by peer address. The arena is registered with each of them."""
 
-    ``threads`` run the transport's blocking calls; a simulation gives some that call at once.
-    """
-
-    def __init__(self, make_engine: Callable[[], TransferEngine], arena: Arena, threads: Threads | None = None) -> None:
+    def __init__(self, make_engine: Callable[[], TransferEngine], arena: Arena) -> None:
         self._make_engine = make_engine
         self._arena = arena
         self.engines: dict[str, TransferEngine] = {}
         self._used: dict[str, int] = {}
         self._order = itertools.count()
-        self._threads = threads or Threads("fence", _MAX_AT_ONCE)
+        self._threads = Threads("fence", _MAX_AT_ONCE)
 
     async def open(self, address: str) -> TransferEngine:
         """A fresh endpoint for the peer at ``address``. Raises what the transport raises; closes an older one first.

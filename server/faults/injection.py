@@ -62,7 +62,7 @@ class Faults(Hooks):
         runs = self._arena.layout.live_runs(n, placement)
         for fault in faults:
             if fault.kind in WRITES:
-                names = [fault.component] if fault.component else list(runs)
+                names = [fault.target] if fault.target else list(runs)
                 self._arm(key, fault, [(run, b"") for name in names for run in runs[name]])
         return Sending(
             self._pool.source(key, [fault for fault in faults if fault.place is Place.POOL], placement),
@@ -85,7 +85,7 @@ class Faults(Hooks):
             faults = [f for f in room.faults if f.place in (Place.PLAN, Place.WIRE) and (f.kind, f.place) != unsent]
             for damage in await self._rows.make(faults, room.n, room.placement):
                 if damage.fault.place is Place.WIRE:
-                    self._arm(key, damage.fault, damage.parts())
+                    self._arm(key, damage.fault, damage.parts)
                 else:
                     damage.apply(self._arena)
         except Exception:
@@ -112,7 +112,7 @@ class Faults(Hooks):
 
 def _components(faults: Iterable[Fault], *kinds: FaultKind) -> frozenset[str]:
     """Those that faults of these ``kinds`` change in the prefill node's plan and claims."""
-    return frozenset(f.component for f in faults if f.kind in kinds and f.place in (None, Place.PLAN))
+    return frozenset(f.target for f in faults if f.kind in kinds and f.place in (None, Place.PLAN))
 
 
 def hooks_of(faults: FaultSet, arena: Arena) -> Hooks:

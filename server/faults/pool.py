@@ -46,7 +46,7 @@ class PoolFaults:
 
     def source(self, key: Hashable, faults: Sequence[Fault], placement: Placement) -> Placement:
         """Where the rows of a room in ``placement`` are looked for."""
-        wrong = {fault.component: self._wrong_items(key, fault, placement) for fault in faults}
+        wrong = {fault.target: self._wrong_items(key, fault, placement) for fault in faults}
         self._before = placement
         return Misplaced(placement.slot, placement.pages, wrong) if wrong else placement
 
@@ -66,7 +66,7 @@ class PoolFaults:
 
     def _wrong_items(self, key: Hashable, fault: Fault, placement: Placement) -> tuple[int, ...]:
         """The slot or pages that a room uses instead of its own."""
-        component = self._arena.layout.component(fault.component)
+        component = self._arena.layout.component(fault.target)
         own = placement.items(component)
         match fault.kind:
             case FaultKind.ZERO:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 
 from server.cache.arena import POISON_BYTE, Arena
 from server.cache.layout import Placement, Run
@@ -19,22 +20,13 @@ SWAP_WAIT_S = 10.0
 
 @dataclass(frozen=True)
 class Damage:
-    """``fault`` and the bytes it puts in the place of a room's live ``runs`` of its component."""
+    """What ``fault`` makes of a room's live rows: every run of its component with its new bytes."""
 
     fault: Fault
-    runs: tuple[Run, ...]
-    rows: bytes
-
-    def parts(self) -> list[tuple[Run, bytes]]:
-        """Every run with its new bytes."""
-        found, start = [], 0
-        for run in self.runs:
-            found.append((run, self.rows[start : start + run.nbytes]))
-            start += run.nbytes
-        return found
+    parts: list[tuple[Run, bytes]]
 
     def apply(self, arena: Arena) -> None:
-        for run, data in self.parts():
+        for run, data in self.parts:
             arena.write(run, data)
 
 
@@ -55,7 +47,7 @@ class RowFaults:
         before, self._before = self._before, rows
         found = []
         for fault in faults:
-            name = fault.component
+            name = fault.target
             if fault.kind is FaultKind.SWAP:
                 wrong = await self._swap(fault, rows[name])
             else:
@@ -63,11 +55,12 @@ class RowFaults:
             if wrong is None or wrong == rows[name]:
                 log.warning("FAULT INJECTION: %s changes nothing", fault)
                 continue
-            found.append(Damage(fault, tuple(runs[name]), wrong))
+            stream = BytesIO(wrong)
+            found.append(Damage(fault, [(run, stream.read(run.nbytes)) for run in runs[name]]))
         return found
 
     def _wrong(self, fault: Fault, right: bytes, before: bytes, runs: list[Run]) -> bytes:
-        row_nbytes = self._arena.layout.component(fault.component).row_nbytes
+        row_nbytes = self._arena.layout.component(fault.target).row_nbytes
         match fault.kind:
             case FaultKind.ZERO:
                 return bytes(len(right))

@@ -139,10 +139,6 @@ class Fault:
         argument = f"{self.seconds:g}" if self.kind in TIMED else f"{self.target}{where}"
         return f"{self.kind}:{argument}" if argument else str(self.kind)
 
-    @property
-    def component(self) -> str:
-        return self.target
-
     def take(self) -> bool:
         """Whether the next room or message has it."""
         if self.left is None:

@@ -42,18 +42,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _start(options: PrefillOptions) -> int:
     keys = check_options(options, peers=())
     http, bootstrap = take_ports(options.host, options.port, options.bootstrap_port)
-    transport = check_model_and_transport(options, with_peers=True)
-    draft = has_draft(options.model) if options.draft is None else options.draft == "on"
-    resources = build_resources("prefill", options, keys.guard, draft=draft)
-    settings = PrefillSettings(
-        **vars(resources.settings),
-        bootstrap_host=options.host,
-        bootstrap_port=bootstrap.getsockname()[1],
-        bootstrap_listener=bootstrap,
-        transport=transport,
-    )
-    node = PrefillNode(settings, resources.context)
-    return await serve(node, resources.engine(node.on_engine_event), options, http, api_key=keys.api_key)
+    with http, bootstrap:
+        transport = check_model_and_transport(options, with_peers=True)
+        draft = has_draft(options.model) if options.draft is None else options.draft == "on"
+        resources = build_resources("prefill", options, keys.guard, draft=draft)
+        settings = PrefillSettings(
+            **vars(resources.settings),
+            bootstrap_host=options.host,
+            bootstrap_port=bootstrap.getsockname()[1],
+            bootstrap_listener=bootstrap,
+            transport=transport,
+        )
+        node = PrefillNode(settings, resources.context)
+        return await serve(node, resources.engine(node.on_engine_event), options, http, api_key=keys.api_key)
 
 
 if __name__ == "__main__":

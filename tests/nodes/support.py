@@ -61,6 +61,7 @@ from tests.support.fake_tokenizer import VOCABULARY, FakeTokenizer
 from tests.support.waiting import until
 from tests.transfer.support import IDENTITY, WINDOW, make_geometry
 
+COMPONENTS = [spec.name for spec in make_geometry().components]
 FAST = Deadlines(peer_s=2.5, ping_s=0.2, reserve_s=3.0, quiesce_s=2.0, probe_s=1.0, transfer_s=3.0, resend_s=0.2)
 
 
@@ -383,3 +384,25 @@ def expected(asked: GenerationRequest) -> list[int]:
 
 async def answer(node: DecodeNode, asked: GenerationRequest) -> list[int]:
     return [token async for output in node.submit(asked) for token in output.token_ids]
+
+
+async def assert_works_again(p: NodeUnderTest, d: NodeUnderTest, n: int = 270) -> None:
+    """All memory is free and a new request is right."""
+    await until(lambda: all_free(p) and all_free(d), what=f"{p.counts()} {d.counts()}")
+    await until(lambda: d.node.server_info()["peers"][0]["state"] == "registered")
+    assert await answer(d.node, request(n, seed=77)) == expected(request(n, seed=77))
+    assert d.engine.wrong_bytes == []
+    await until(lambda: all_free(p) and all_free(d))
+
+
+def all_free(side: NodeUnderTest) -> bool:
+    return all(n == 0 for kind in side.counts().values() for state, n in kind.items() if state != "free")
+
+
+async def phase_is(d: NodeUnderTest, phase: str) -> None:
+    """Waits until a room of the decode node is in this phase."""
+
+    def entered() -> bool:
+        return any(req.room is not None and req.room.phase == phase for req in d.node.manager.reqs.values())
+
+    await until(entered, what=phase)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,19 +14,11 @@ from server.cache.owners import Owner
 from server.cache.specs import Scope
 from server.failure import RequestFailed
 from server.faults.spec import MESSAGE_TYPES, MESSAGES, PHASES
-from tests.nodes.support import NodeUnderTest, Pair, answer, expected, pairs, request, until
-from tests.nodes.test_failures import all_free, assert_works_again
-from tests.transfer.support import make_geometry
+from tests.nodes.support import COMPONENTS, NodeUnderTest, Pair, all_free, answer, assert_works_again, expected, request
+from tests.support.waiting import until
 
-COMPONENTS = [spec.name for spec in make_geometry().components]
 AFTER_A_FAILURE = ("Rejected", "Abort", "Failed", "Quiesced")
 """Messages of rooms that end without a commit."""
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    async with pairs() as pair:
-        yield pair
 
 
 class Files:

@@ -14,12 +14,9 @@ import pytest
 
 from server.failure import RequestFailed
 from server.transfer.engines.mooncake import MooncakeEngine
-from tests.nodes.support import FAST, Pair, answer, expected, pairs, request, until
-from tests.nodes.test_failures import all_free, assert_works_again
-from tests.nodes.test_mooncake import PrefillProcess, phase_is, start_prefill
-from tests.nodes.test_mooncake_traps import DecodeProcess, start_decode
-
-__all__ = ["start_decode", "start_prefill"]
+from tests.nodes.processes import DecodeProcess, PrefillProcess
+from tests.nodes.support import FAST, Pair, all_free, answer, assert_works_again, expected, pairs, phase_is, request
+from tests.support.waiting import until
 
 PATIENT = replace(FAST, peer_s=60.0, probe_s=60.0, prefill_s=60.0, reserve_s=60.0)
 AT_ONCE_S = 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +17,10 @@ from server.prefill.kv_sender import SendJob
 from server.transfer.engines.base import EngineClosed, TransferError
 from server.transfer.engines.loopback import LoopbackEngine, PieceFate
 from server.transfer.protocol import Done
-from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
-from tests.nodes.test_failures import all_free, assert_works_again
+from tests.nodes.support import FAST, NodeUnderTest, Pair, all_free, answer, assert_works_again, expected, request
 from tests.support.http import http_server
+from tests.support.waiting import until
 from tests.transfer.support import make_geometry
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    async with pairs() as pair:
-        yield pair
 
 
 class Bug(BaseException):

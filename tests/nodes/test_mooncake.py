@@ -3,67 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from server.failure import RequestFailed
 from server.transfer.engines.mooncake import MooncakeEngine
-from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
-from tests.nodes.test_failures import COMPONENTS, all_free, assert_works_again
-
-ROOT = Path(__file__).parents[2]
+from tests.nodes.processes import PrefillProcess
+from tests.nodes.support import FAST, Pair, all_free, answer, assert_works_again, expected, pairs, phase_is, request
+from tests.support.waiting import until
 
 
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
     async with pairs(lambda: MooncakeEngine(transport="tcp")) as pair:
         yield pair
-
-
-class PrefillProcess:
-    """A prefill node of its own; ``chunk_delay_s`` is what each chunk takes at least."""
-
-    def __init__(self, port: int = 0, chunk_delay_s: float = 0.0) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.nodes.prefill_process", str(port), str(chunk_delay_s)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        assert self.process.stdout is not None
-        self.port = int(self.process.stdout.readline())
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-@pytest.fixture
-def start_prefill() -> Iterator[Callable[..., PrefillProcess]]:
-    started: list[PrefillProcess] = []
-
-    def start(*args: object, **kwargs: object) -> PrefillProcess:
-        started.append(PrefillProcess(*args, **kwargs))  # type: ignore[arg-type]
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.end()
 
 
 async def test_every_live_byte_arrives(pair: Pair) -> None:
@@ -80,7 +36,7 @@ async def test_every_live_byte_arrives(pair: Pair) -> None:
     await until(lambda: all_free(p) and all_free(d))
 
 
-@pytest.mark.parametrize("component", COMPONENTS)
+@pytest.mark.parametrize("component", ["c4_kv", "swa"])
 async def test_a_component_that_is_not_sent_fails_the_room_by_its_name(pair: Pair, component: str) -> None:
     p = await pair.prefill(faults=(f"drop:{component}:1",))
     d = await pair.decode(p)
@@ -121,13 +77,6 @@ async def test_a_decode_node_restart_gets_a_fresh_sender(pair: Pair) -> None:
         await pair.stop(d)
     await until(lambda: not p.node.manager.senders, 5.0)
     assert all_free(p)
-
-
-async def phase_is(d: NodeUnderTest, phase: str) -> None:
-    def entered() -> bool:
-        return any(req.room is not None and req.room.phase == phase for req in d.node.manager.reqs.values())
-
-    await until(entered, what=phase)
 
 
 async def test_a_killed_prefill_node_fails_its_rooms_and_the_next_one_serves(

@@ -5,13 +5,9 @@ same port. No byte lands in memory that is free, and the next request is right.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -22,11 +18,11 @@ from server.prefill.request import PrefillRequest
 from server.transfer.engines.base import Ticket
 from server.transfer.engines.mooncake import MooncakeEngine
 from server.transfer.rooms import Deadlines
-from tests.nodes.support import NodeUnderTest, Pair, answer, expected, pairs, request, until
-from tests.nodes.test_failures import all_free, assert_works_again
+from tests.nodes.processes import DecodeProcess
+from tests.nodes.support import NodeUnderTest, Pair, all_free, answer, assert_works_again, expected, pairs, request
+from tests.support.waiting import until
 from tests.transfer.support import make_geometry
 
-ROOT = Path(__file__).parents[2]
 NOWHERE = 1 << 40
 """No process has memory there."""
 QUEUE = 2048
@@ -57,51 +53,6 @@ async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
         monkeypatch.setattr(SpyingEngine, name, value)
     async with pairs(lambda: SpyingEngine(transport="tcp")) as pair:
         yield pair
-
-
-class DecodeProcess:
-    """See :mod:`tests.nodes.decode_process`. ``ports`` are Mooncake's, from and to."""
-
-    def __init__(self, address: str, ports: tuple[int, int] | None = None) -> None:
-        more = {"MC_MIN_RPC_PORT": str(ports[0]), "MC_MAX_RPC_PORT": str(ports[1])} if ports else {}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.nodes.decode_process", address],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | more,
-        )
-
-    def say(self, words: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{words}\n")
-        self.process.stdin.flush()
-
-    async def hear(self) -> str:
-        assert self.process.stdout is not None
-        return (await asyncio.to_thread(self.process.stdout.readline)).strip()
-
-    async def ask(self, n: int, seed: int = 0) -> str:
-        self.say(f"ask {n} {seed}")
-        return await self.hear()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-@pytest.fixture
-def start_decode() -> Iterator[Callable[..., DecodeProcess]]:
-    started: list[DecodeProcess] = []
-
-    def start(*args: object) -> DecodeProcess:
-        started.append(DecodeProcess(*args))  # type: ignore[arg-type]
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.end()
 
 
 def reqs(p: NodeUnderTest) -> list[PrefillRequest]:

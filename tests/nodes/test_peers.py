@@ -8,7 +8,6 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +21,9 @@ from server.failure import Failure, RequestFailed
 from server.transfer.auth import Guard, PeerKeys
 from server.transfer.protocol import Refused, Register, decode, encode
 from server.transfer.sockets import FRAMES_A_TURN
-from tests.nodes.support import FAST, IDENTITY, NodeUnderTest, Pair, answer, expected, pairs, request, until
-from tests.transfer.support import make_manifest
+from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, request
+from tests.support.waiting import until
+from tests.transfer.support import IDENTITY, make_manifest
 
 KEY = Guard(PeerKeys.derive("a" * 32))
 OTHER_KEY = Guard(PeerKeys.derive("b" * 32))
@@ -31,12 +31,6 @@ OPEN = Guard()
 KNOWN_S = 5.0
 """Known within a second, and a margin for a busy machine."""
 QUICK = replace(FAST, connect_s=0.5, register_s=0.5)
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    async with pairs() as pair:
-        yield pair
 
 
 def peer_of(d: NodeUnderTest) -> dict[str, Any]:

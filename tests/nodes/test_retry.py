@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
 from server.decode.node import DecodeNode
-from server.engine.events import ComputeFailed
 from server.engine.request import GenerationRequest, RouteInfo
-from server.failure import Failure, RequestFailed
+from server.failure import RequestFailed
 from server.transfer.protocol import Abort, Rejected
 from server.transfer.rooms import RoomKey
-from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, deaf_to, expected, pairs, request, until
-from tests.nodes.test_failures import all_free
+from tests.nodes.support import FAST, NodeUnderTest, Pair, all_free, answer, deaf_to, expected, request
+from tests.support.waiting import until
 from tests.transfer.support import make_geometry
 
 DROP = ("drop:swa",)
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    async with pairs() as pair:
-        yield pair
 
 
 def address(p: NodeUnderTest) -> str:
@@ -55,16 +47,6 @@ async def test_a_failure_before_the_commit_is_retried_on_another_node(pair: Pair
     assert not d.node.manager.by_room
 
 
-async def test_the_second_failure_is_the_clients(pair: Pair) -> None:
-    nodes = [await pair.prefill(faults=DROP) for _ in range(3)]
-    d = await pair.decode(*nodes)
-    with pytest.raises(RequestFailed, match="swa") as caught:
-        await answer(d.node, request(270))
-    assert caught.value.code == "component_mismatch"
-    assert sum(len(node.engine.prefilled) for node in nodes) == 2, "one retry, not one for each node"
-    await until(lambda: all_free(d))
-
-
 async def test_a_fault_of_the_request_is_not_retried(pair: Pair) -> None:
     small, big = await pair.prefill(geometry=make_geometry(pages=3)), await pair.prefill()
     d = await pair.decode(small, big)
@@ -81,44 +63,6 @@ async def test_without_another_node_the_failure_is_told_at_once(pair: Pair) -> N
     with pytest.raises(RequestFailed, match="swa"):
         await answer(d.node, request(270))
     assert d.metric("pd_retries_total", reason="component_mismatch") == 0
-
-
-async def test_nothing_is_retried_for_a_client_that_is_gone(pair: Pair) -> None:
-    first, second = await pair.prefill(), await pair.prefill()
-    d = await pair.decode(first, second)
-    first.engine.gate.clear()
-    generation = d.node.submit(request(300))
-    await until(lambda: first.counts()["slots"]["reserved"] == 1)
-    generation.abort()
-    first.engine.gate.set()
-    await until(lambda: all_free(first) and all_free(d))
-    assert second.engine.prefilled == []
-
-
-async def test_an_abort_reaches_the_second_attempt(pair: Pair) -> None:
-    bad, slow = await pair.prefill(faults=DROP), await pair.prefill()
-    d = await pair.decode(bad, slow)
-    slow.engine.gate.clear()
-    generation = d.node.submit(request(300))
-    await until(lambda: slow.counts()["slots"]["reserved"] == 1)
-    generation.abort()
-    with pytest.raises(RequestFailed, match="aborted"):
-        await generation.route()
-    slow.engine.gate.set()
-    await until(lambda: all(all_free(side) for side in (bad, slow, d)))
-    assert not d.node.manager.reqs
-
-
-async def test_nothing_is_retried_after_a_commit(pair: Pair) -> None:
-    first, second = await pair.prefill(), await pair.prefill()
-    d = await pair.decode(first, second)
-    generation = d.node.submit(request(300, max_tokens=400))
-    await generation.route()
-    (req,) = d.node.manager.reqs.values()
-    d.node.on_engine_event(ComputeFailed(req.key, Failure("engine_error", "broken while decoding")))
-    with pytest.raises(RequestFailed, match="broken while decoding"):
-        [output async for output in generation]
-    assert second.engine.prefilled == []
 
 
 async def test_the_rooms_of_a_node_that_ends_go_to_another(pair: Pair) -> None:

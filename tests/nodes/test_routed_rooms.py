@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from cluster.relay import control_relay
 
 from server.engine.generation import NodeGeneration
 from server.engine.request import FinishReason, GenerationRequest, RoutedRoom, TokenOutput
 from server.failure import RequestFailed
 from server.transfer.protocol import MAX_ROOM
-from tests.nodes.support import FAST, NodeUnderTest, Pair, expected, first_token_of, pairs, request, until
+from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, first_token_of, request
+from tests.support.waiting import until
 
 SHORT = replace(FAST, pair_s=0.6)
 AT_ONCE_S = 1.0
 """Less than any deadline of :data:`FAST`: the other side was told."""
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    async with pairs() as pair:
-        yield pair
 
 
 def named(n: int, p: NodeUnderTest, room: int = 7, seed: int = 0, **sampling: Any) -> GenerationRequest:
@@ -118,156 +113,6 @@ async def test_the_sampling_is_the_decode_node_s(pair: Pair) -> None:
     assert tokens(await outputs(at_d)) == expected(asked)
 
 
-async def test_many_rooms_on_few_slots(pair: Pair) -> None:
-    p = await pair.prefill()
-    d = await pair.decode(p)
-    asked = [named(20 + i, p, room=i) for i in range(40)]
-    at_d = [d.node.submit(one) for one in asked]
-    at_p = [p.node.submit(one) for one in reversed(asked)]
-    for one, generation in zip(asked, at_d, strict=True):
-        assert tokens(await outputs(generation)) == expected(one)
-    for one, generation in zip(reversed(asked), at_p, strict=True):
-        assert tokens(await outputs(generation)) == expected(one)[:1]
-    assert d.engine.wrong_bytes == []
-    await all_free(p, d)
-
-
-async def test_a_room_without_its_decode_half_ends_by_its_deadline(pair: Pair) -> None:
-    p = await pair.prefill(deadlines=SHORT)
-    d = await pair.decode(p)
-    error = await failure(p.node.submit(named(20, p)))
-    assert (error.code, error.kind) == ("deadline", "deadline")
-    assert "no decode node reserved room 7" in error.failure.reason
-    assert "0.6 s" in error.failure.reason
-    asked = request(20)
-    assert tokens(await outputs(d.node.submit(asked))) == expected(asked), "both are alive"
-    await all_free(p, d)
-
-
-async def test_a_room_without_its_prefill_half_ends_by_its_deadline(pair: Pair) -> None:
-    p = await pair.prefill(deadlines=SHORT)
-    d = await pair.decode(p)
-    error = await failure(d.node.submit(named(20, p)))
-    assert (error.code, error.kind) == ("deadline", "deadline")
-    assert "phase pair on the prefill node: no request for room 7 came over HTTP" in error.failure.reason
-    await all_free(p, d)
-
-
-async def test_waiting_for_memory_on_the_decode_node_is_no_silence(pair: Pair) -> None:
-    p = await pair.prefill(deadlines=replace(FAST, pair_s=4.0))
-    d = await pair.decode(p)
-    await fill(d)
-    asked = named(20, p)
-    at_d, at_p = d.node.submit(asked), p.node.submit(asked)
-    await asyncio.sleep(5.5)  # the deadline is what is tested
-    assert p.node.server_info()["unpaired"]["http"] == 1
-    assert not at_p.ended
-    d.engine.gate.set()
-    assert tokens(await outputs(at_d)) == expected(asked)
-    assert tokens(await outputs(at_p)) == expected(asked)[:1]
-
-
-@pytest.mark.parametrize("phase", ["alone", "waiting on D", "prefill"])
-async def test_a_client_that_leaves_the_prefill_node_ends_both_halves(pair: Pair, phase: str) -> None:
-    p = await pair.prefill()
-    d = await pair.decode(p)
-    if phase == "waiting on D":
-        await fill(d)
-    p.engine.gate.clear()
-    asked = named(300, p)
-    at_p = p.node.submit(asked)
-    if phase == "alone":
-        at_p.abort()
-    at_d = d.node.submit(asked)
-    if phase == "waiting on D":
-        await until(lambda: p.node.manager.routed_rooms.have_met(7))
-    elif phase == "prefill":
-        await until(lambda: p.counts()["slots"]["reserved"] == 1)
-    at_p.abort()
-    error = await failure(at_d, AT_ONCE_S)
-    assert (error.code, error.kind) == ("prefill_client_gone", "peer")
-    d.engine.gate.set()
-    p.engine.gate.set()
-    await all_free(p, d)
-
-
-@pytest.mark.parametrize("phase", ["waiting on D", "pair", "prefill"])
-async def test_a_client_that_leaves_the_decode_node_ends_both_halves(pair: Pair, phase: str) -> None:
-    p = await pair.prefill()
-    d = await pair.decode(p)
-    if phase == "waiting on D":
-        await fill(d)
-    p.engine.gate.clear()
-    asked = named(300, p)
-    at_d = d.node.submit(asked)
-    if phase == "pair":
-        await until(lambda: p.node.server_info()["unpaired"]["rooms"] == 1)
-        at_d.abort()
-        await until(lambda: p.node.server_info()["unpaired"]["rooms"] == 0)
-        error: RequestFailed | None = None
-        with pytest.raises(RequestFailed) as caught:
-            p.node.submit(asked)
-        error = caught.value
-    else:
-        at_p = p.node.submit(asked)
-        if phase == "waiting on D":
-            await until(lambda: p.node.manager.routed_rooms.have_met(7))
-        else:
-            await until(lambda: p.counts()["slots"]["reserved"] == 1)
-        at_d.abort()
-        error = await failure(at_p, AT_ONCE_S)
-    assert (error.code, error.kind) == ("decode_gave_up", "peer")
-    assert "the client aborted" in error.failure.reason
-    d.engine.gate.set()
-    p.engine.gate.set()
-    await all_free(p, d)
-
-
-async def test_different_prompts_are_refused_by_their_hash(pair: Pair) -> None:
-    p = await pair.prefill()
-    d = await pair.decode(p)
-    for other in (named(20, p, seed=1), named(21, p)):
-        at_d, at_p = d.node.submit(named(20, p)), p.node.submit(other)
-        for generation in (at_d, at_p):
-            error = await failure(generation, AT_ONCE_S)
-            assert (error.code, error.kind) == ("prompt_mismatch", "request")
-            assert "hash" in error.failure.reason
-        await all_free(p, d)
-    assert not p.engine.prefilled
-
-
-async def test_a_room_in_use_is_a_409_on_either_node(pair: Pair) -> None:
-    p = await pair.prefill()
-    d = await pair.decode(p)
-    asked = named(20, p)
-    p.engine.gate.clear()
-    at_d, at_p = d.node.submit(asked), p.node.submit(asked)
-    for _ in range(2):
-        for node in (p, d):
-            with pytest.raises(RequestFailed) as caught:
-                node.node.submit(named(30, p))
-            assert (caught.value.code, caught.value.kind) == ("duplicate_room", "conflict")
-        await until(lambda: p.counts()["slots"]["reserved"] == 1)
-    p.engine.gate.set()
-    assert tokens(await outputs(at_d)) == expected(asked)
-    assert tokens(await outputs(at_p)) == expected(asked)[:1]
-    await all_free(p, d)
-
-
-async def test_two_decode_nodes_cannot_have_the_same_room(pair: Pair) -> None:
-    p = await pair.prefill()
-    d, other = await pair.decode(p), await pair.decode(p)
-    asked = named(20, p)
-    at_d = d.node.submit(asked)
-    await until(lambda: p.node.server_info()["unpaired"]["rooms"] == 1)
-    error = await failure(other.node.submit(asked), AT_ONCE_S)
-    assert (error.code, error.kind) == ("duplicate_room", "conflict")
-    at_p = p.node.submit(asked)
-    assert tokens(await outputs(at_d)) == expected(asked)
-    assert tokens(await outputs(at_p)) == expected(asked)[:1]
-    await all_free(p, d, other)
-
-
 async def test_the_named_prefill_node_is_used_and_no_other(pair: Pair) -> None:
     ps = [await pair.prefill(), await pair.prefill()]
     d = await pair.decode(*ps)
@@ -276,14 +121,6 @@ async def test_the_named_prefill_node_is_used_and_no_other(pair: Pair) -> None:
         p.node.submit(asked)
         assert tokens(await outputs(d.node.submit(asked))) == expected(asked)
     assert [len(p.engine.prefilled) for p in ps] == [1, 3]
-
-
-async def test_localhost_and_letter_case_name_the_same_node(pair: Pair) -> None:
-    p = await pair.prefill()
-    d = await pair.decode(p)
-    asked = replace(request(20), routed=RoutedRoom(1, "LocalHost", p.node.bootstrap_port))
-    p.node.submit(asked)
-    assert tokens(await outputs(d.node.submit(asked))) == expected(asked)
 
 
 async def test_a_prefill_node_that_is_not_known_or_not_there_is_a_503(pair: Pair) -> None:
@@ -321,21 +158,6 @@ async def test_a_mismatch_is_told_to_both_clients_by_component(pair: Pair) -> No
         error = await failure(generation)
         assert (error.component, error.kind) == ("swa", "peer")
     await all_free(p, d)
-
-
-async def test_a_prefill_node_that_goes_takes_its_waiting_rooms_with_it(pair: Pair) -> None:
-    p = await pair.prefill()
-    d = await pair.decode(p)
-    await fill(d)
-    asked = named(20, p)
-    at_p, at_d = p.node.submit(asked), d.node.submit(asked)
-    await until(lambda: p.node.manager.routed_rooms.have_met(7))
-    await pair.stop(p)
-    assert (await failure(at_p, AT_ONCE_S)).code == "shutting_down"
-    error = await failure(at_d, FAST.peer_s + 2)
-    assert error.kind in ("peer", "unavailable")
-    d.engine.gate.set()
-    await all_free(d)
 
 
 async def test_a_prefill_node_takes_no_request_without_a_room(pair: Pair) -> None:
@@ -399,3 +221,82 @@ async def test_more_requests_than_may_wait_are_a_503(pair: Pair) -> None:
     for half in halves:
         half.abort()
     assert not p.node.submit(named(20, p, room=2)).ended
+
+
+# --- memory, and what is not taken ---
+
+N_LONELY = 40
+
+
+def n_unpaired(p: NodeUnderTest) -> int:
+    n: int = p.node.server_info()["unpaired"]["rooms"]
+    return n
+
+
+async def test_rooms_whose_request_does_not_come_to_the_prefill_node_hold_no_memory(pair: Pair) -> None:
+    """They are ten times as many as the decode node has slots, and nobody else waits for them."""
+    p = await pair.prefill()
+    d = await pair.decode(p)
+    lonely = [d.node.submit(named(20, p, room=room)) for room in range(N_LONELY)]
+    await until(lambda: n_unpaired(p) == N_LONELY)
+    for seed in range(6):
+        assert await answer(d.node, request(20, seed)) == expected(request(20, seed))
+    await all_memory_free(d)
+    assert not any(generation.ended for generation in lonely), "they still wait"
+    asked = named(20, p, room=N_LONELY - 1)
+    assert tokens(await outputs(p.node.submit(asked))) == expected(asked)[:1], "their turn comes with their request"
+    assert tokens(await outputs(lonely.pop())) == expected(asked)
+    for generation in lonely:
+        generation.abort()
+    await until(lambda: n_unpaired(p) == 0)
+    await all_free(p, d)
+
+
+async def all_memory_free(d: NodeUnderTest) -> None:
+    await until(lambda: all(counts["free"] == sum(counts.values()) for counts in d.counts().values()))
+
+
+async def test_memory_is_taken_when_the_request_has_arrived_and_before_it_is_computed(pair: Pair) -> None:
+    p = await pair.prefill()
+    async with control_relay(f"127.0.0.1:{p.node.bootstrap_port}") as wire:
+        d = await pair.decode(wire.address)
+        asked = named_at(wire.address)
+        wire.hold = {"Reserve"}
+        at_d = d.node.submit(asked)
+        await until(lambda: n_unpaired(p) == 1)
+        await all_memory_free(d)
+        at_p = p.node.submit(asked)
+        await until(lambda: bool(wire.held))
+        assert wire.answers["RequestArrived"] >= 1
+        assert d.counts()["slots"]["reserved"] == 1
+        assert not p.engine.prefilled
+        wire.hold = set()
+        for passed in wire.held:
+            wire.send(passed)
+        assert tokens(await outputs(at_d)) == expected(asked)
+        assert tokens(await outputs(at_p)) == expected(asked)[:1]
+        await all_free(p, d)
+
+
+def named_at(address: str, room: int = 7) -> GenerationRequest:
+    """A request whose router knows the prefill node as ``address``."""
+    host, _, port = address.rpartition(":")
+    return replace(request(300), routed=RoutedRoom(room, host, int(port)))
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+async def test_a_request_that_the_prefill_node_does_not_take_ends_the_decode_nodes_half_at_once(
+    pair: Pair, first: str
+) -> None:
+    p = await pair.prefill(max_queue=1)
+    d = await pair.decode(p)
+    p.node.submit(named(20, p, room=1))
+    asked = named(20, p, room=2)
+    at_d = d.node.submit(asked) if first == "decode" else None
+    if at_d is not None:
+        await until(lambda: n_unpaired(p) == 1)
+    with pytest.raises(RequestFailed):
+        p.node.submit(asked)
+    error = await failure(at_d or d.node.submit(asked), AT_ONCE_S)
+    assert (error.code, error.kind) == ("overloaded", "unavailable")
+    assert n_unpaired(p) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,8 @@ import zmq.asyncio
 
 from server.transfer.auth import Guard, PeerKeys
 from server.transfer.connections import CHECK_S, UNFINISHED_AT_MOST_NBYTES, Connections
-from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, pairs, request, until
+from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, request
+from tests.support.waiting import until
 
 PART_NBYTES = 1 << 17
 N_PARTS = 16 * UNFINISHED_AT_MOST_NBYTES // PART_NBYTES
@@ -23,12 +23,6 @@ N_PARTS = 16 * UNFINISHED_AT_MOST_NBYTES // PART_NBYTES
 PART = b"\x03" + struct.pack(">Q", PART_NBYTES) + bytes(PART_NBYTES)
 """ZMTP 3: flags "more" and "long", the size, the body."""
 CUT_S = 10.0
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    async with pairs() as pair:
-        yield pair
 
 
 def hello(socket_type: bytes) -> bytes:

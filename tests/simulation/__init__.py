@@ -1,6 +1,7 @@
-"""Both nodes' room state machines under a virtual clock, by seed: a lossy network, failing engines and transports,
-crashes.
+"""The real managers of prefill and decode nodes in virtual time, by seed: a lossy network, failing engines and
+transports, crashes.
 
-:mod:`.world` is the clock, the network and the weather. :mod:`.decode` and :mod:`.prefill` drive the real state
-machines, tombstones and allocators as the nodes do. :mod:`.memory` is what writes land in, where a fault would show.
+:mod:`.world` is the weather, the clients, and what must hold. :mod:`.nodes` wires the managers as the real nodes do, on
+what is simulated: the event loop and its clock (:mod:`.loop`), the control connections (:mod:`.network`), engines
+(:mod:`.engine`) and senders (:mod:`.sender`). :mod:`.memory` is real memory that knows who may write where.
 """

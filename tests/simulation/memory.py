@@ -1,86 +1,231 @@
-"""The decode node's memory as the transport sees it: who wrote what where, and whether that was allowed."""
+"""The memory of simulated nodes: who owns every slot and page, what lies in it, and which writes may land there."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from server.cache.allocator import Allocator, ItemState
-from server.cache.layout import Placement
-from server.cache.specs import CacheGeometry
+from server.cache.arena import Arena
+from server.cache.handoff import handoff_spec
+from server.cache.layout import PROBE_NBYTES, ArenaLayout, Placement, Run
+from server.cache.specs import CacheGeometry, ComponentSpec, Scope
+from server.transfer.engines.base import PieceStatus, SubmitFailed, Ticket
 from server.transfer.rooms import RoomKey
 
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
 PAGE_TOKENS = 4
-N_TOKENS = 6
-"""Two pages a request."""
+WINDOW = 4
+LONGEST_PROMPT = 9
+MAX_TOKENS = 3
+Item = tuple[Scope, int]
 
 
-def allocator(n_slots: int, seed: int) -> Allocator:
-    geometry = CacheGeometry(PAGE_TOKENS, 2 * n_slots + 1, n_slots + 1, 8, 0, ())
-    return Allocator(geometry, permute_seed=seed)
+def geometry(n_slots: int, n_pages: int, extra_rows: int) -> CacheGeometry:
+    """One component of each kind, and the hand-off row. ``extra_rows`` lengthens the ring."""
+    specs = (
+        ComponentSpec("c4_kv", Scope.PAGE, 4, (1,), 2, "float32"),
+        ComponentSpec("swa", Scope.SLOT, 1, (0, 1), 2, "float32", ring=WINDOW + extra_rows),
+        handoff_spec(1, 2, "float32"),
+    )
+    return CacheGeometry(PAGE_TOKENS, n_pages + 1, n_slots + 1, WINDOW, extra_rows, specs)
+
+
+class WatchedAllocator(Allocator):
+    """The real one; it is wrong if an item is granted twice."""
+
+    def __init__(self, world: World, geometry: CacheGeometry, seed: int) -> None:
+        super().__init__(geometry, permute_seed=seed)
+        self._world = world
+        self._holders: dict[Item, Hashable] = {}
+
+    def reserve(self, owner: Hashable, n_tokens: int) -> Placement | None:
+        placement = super().reserve(owner, n_tokens)
+        for item in items_of(placement) if placement is not None else ():
+            holder = self._holders.setdefault(item, owner)
+            self._world.check(holder is owner, f"{item} belongs to {holder} and was given to {owner} too")
+        return placement
+
+    def release(self, owner: Hashable) -> None:
+        for item in items_of(self.placement_of(owner)):
+            del self._holders[item]
+        super().release(owner)
+
+    def holder_of(self, item: Item) -> Hashable | None:
+        return self._holders.get(item)
+
+    def holds(self, owner: Hashable, placement: Placement) -> bool:
+        return all(self._holders.get(item) == owner for item in items_of(placement))
+
+    @property
+    def all_free(self) -> bool:
+        return not self._holders
+
+
+def items_of(placement: Placement) -> list[Item]:
+    return [(Scope.SLOT, placement.slot), *((Scope.PAGE, page) for page in placement.pages)]
+
+
+class ItemMap:
+    """Which slot or page a byte of an arena belongs to."""
+
+    def __init__(self, layout: ArenaLayout) -> None:
+        spans = sorted(
+            (c.offset + item * c.item_stride, c.offset + item * c.item_stride + c.rows * c.row_nbytes, (c.scope, item))
+            for c in layout.components
+            for item in range(c.items)
+        )
+        self._starts = [start for start, _, _ in spans]
+        self._spans = spans
+
+    def items(self, offset: int, nbytes: int) -> set[Item | None]:
+        """Those that lie in a range; None for what is no item's."""
+        found: set[Item | None] = set()
+        while nbytes > 0:
+            start, stop, item = self._spans[bisect.bisect_right(self._starts, offset) - 1]
+            if not start <= offset < stop:
+                return found | {None}
+            found.add(item)
+            nbytes -= stop - offset
+            offset = stop
+        return found
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One node's."""
+
+    arena: Arena
+    allocator: WatchedAllocator
+    items: ItemMap
+
+
+def make_memory(world: World, n_slots: int, n_pages: int, extra_rows: int, seed: int) -> Memory:
+    geo = geometry(n_slots, n_pages, extra_rows)
+    arena = Arena(_layout(geo), poison=True)
+    return Memory(arena, WatchedAllocator(world, geo, seed), _item_map(arena.layout))
+
+
+_layouts: dict[CacheGeometry, ArenaLayout] = {}
+_item_maps: dict[ArenaLayout, ItemMap] = {}
+
+
+def _layout(geo: CacheGeometry) -> ArenaLayout:
+    return _layouts.setdefault(geo, ArenaLayout.from_geometry(geo))
+
+
+def _item_map(layout: ArenaLayout) -> ItemMap:
+    if layout not in _item_maps:
+        _item_maps[layout] = ItemMap(layout)
+    return _item_maps[layout]
+
+
+# --- transport sessions -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Session:
+    """A transport endpoint of a decode process. Writes land in its ``memory`` while it ``is_open``."""
+
+    name: str
+    memory: Memory
+    is_open: bool = False
 
 
 @dataclass(frozen=True)
 class Write:
-    """One batch under way: of ``key``, from ``source`` on the prefill node into ``target`` of a transport session."""
+    """Bytes under way to the absolute address ``dst`` in a transport session, for the room or probe ``key``."""
 
-    key: RoomKey
-    session: int
-    source: Placement
-    target: Placement
-    batch_id: int
+    key: Hashable
+    session: str
+    dst: int
+    data: bytes
 
 
-class Memory:
-    """``allocator`` says who owns an item; ``cells`` what lies in it: the batches of one room since its reservation."""
+class Sessions:
+    """All transport endpoints of all decode processes that ever were."""
 
-    def __init__(self, n_slots: int, seed: int) -> None:
-        self.allocator = allocator(n_slots, seed)
-        self.n_slots = n_slots
-        self._holders: dict[tuple[str, int], RoomKey] = {}
-        self._sessions: dict[RoomKey, int] = {}
-        self._cells: dict[tuple[str, int], set[tuple[RoomKey, int]]] = {}
+    def __init__(self, check: Callable[[bool, str], None]) -> None:
+        self._check = check
+        self._numbers = itertools.count(1)
+        self._all: dict[str, Session] = {}
+        self.reserved_in: dict[RoomKey, str] = {}
+        """The session of the registration in which a room was reserved."""
 
-    def reserve(self, key: RoomKey, session: int) -> Placement | None:
-        """For ``key``, in the registration with this transport ``session``."""
-        placement = self.allocator.reserve(key, N_TOKENS)
-        self._sessions[key] = session
-        for item in _items(placement) if placement is not None else ():
-            holder = self._holders.setdefault(item, key)
-            assert holder is key, f"{item} belongs to {holder} and was given to {key} too"
-        return placement
+    def make(self, memory: Memory) -> Session:
+        session = Session(str(next(self._numbers)), memory)
+        self._all[session.name] = session
+        return session
 
-    def release(self, key: RoomKey) -> None:
-        for item in _items(self.allocator.placement_of(key)):
-            del self._holders[item]
-            self._cells.pop(item, None)
-        self.allocator.release(key)
+    def is_open(self, name: str) -> bool:
+        return self._all[name].is_open
 
-    def land(self, write: Write) -> None:
-        """Bytes of a write arrive: only in memory that its registration reserved for its room.
+    def close_all_of(self, memory: Memory) -> None:
+        for session in self._all.values():
+            if session.memory is memory:
+                session.is_open = False
 
-        That memory waits for the room, or is quarantined because of it.
+    def land(self, write: Write) -> bool:
+        """Bytes of a write arrive, unless the session is closed.
+
+        They may only arrive in memory that the registration with this session reserved for this room, and that still
+        waits for the room or is quarantined because of it.
         """
-        for item in _items(write.target):
-            holder = self._holders.get(item)
-            assert holder == write.key, f"a write of {write.key} landed in {item}, which belongs to {holder}"
-            reserved_in = self._sessions[holder]
-            assert reserved_in == write.session, (
-                f"{write.key} was reserved in {reserved_in}, written in {write.session}"
-            )
-            self._cells.setdefault(item, set()).add((write.key, write.batch_id))
-        state = self.allocator.state_of(write.key)
-        assert state in (ItemState.RESERVED, ItemState.QUARANTINED), f"a write landed in {state} memory of {write.key}"
+        session = self._all[write.session]
+        if not session.is_open:
+            return False
+        memory = session.memory
+        offset = write.dst - memory.arena.ptr
+        if isinstance(write.key, RoomKey):
+            self._check_room(write, write.key, memory, memory.items.items(offset, len(write.data)))
+        else:
+            self._check(0 <= offset <= PROBE_NBYTES - len(write.data), f"{write.key} landed outside the probe region")
+        memory.arena.write(Run(offset, len(write.data)), write.data)
+        return True
 
-    def check_committed(self, key: RoomKey, n_batches: int) -> None:
-        """Everything that the prefill node pushed lies here, and nothing else."""
-        wanted = {(key, batch_id) for batch_id in range(1, n_batches + 1)}
-        for item in _items(self.allocator.placement_of(key)):
-            assert self._cells.get(item, set()) == wanted, f"{key} was committed with {self._cells.get(item)} in {item}"
+    def _check_room(self, write: Write, key: RoomKey, memory: Memory, items: set[Item | None]) -> None:
+        for item in items:
+            holder = memory.allocator.holder_of(item) if item is not None else None
+            self._check(holder == key, f"a write of {key} landed in {item}, which belongs to {holder}")
+        state = memory.allocator.state_of(key)
+        may_land = state in (ItemState.RESERVED, ItemState.QUARANTINED)
+        self._check(may_land, f"a write landed in {state} memory of {key}")
+        reserved_in = self.reserved_in.get(key)
+        self._check(
+            reserved_in == write.session, f"{key} was reserved in session {reserved_in}, written in {write.session}"
+        )
+
+
+class SimulatedTransport:
+    """A decode node's :class:`~server.transfer.engines.base.TransferEngine`: only its session matters."""
+
+    kind = "loopback"
+    version = "1"
+    transport = "memory"
+
+    def __init__(self, sessions: Sessions, memory: Memory) -> None:
+        self._session = sessions.make(memory)
 
     @property
-    def all_free(self) -> bool:
-        return self.allocator.counts()["slots"]["free"] == self.n_slots and not self._holders
+    def session(self) -> str:
+        return self._session.name
 
+    def register(self, ptr: int, nbytes: int) -> None:
+        self._session.is_open = True
 
-def _items(placement: Placement) -> list[tuple[str, int]]:
-    return [("slot", placement.slot), *(("page", page) for page in placement.pages)]
+    def unregister(self, ptr: int) -> None:
+        """Closing is the fence: until then writes may land."""
+
+    def submit(self, session: str, src: int, dst: int, nbytes: int) -> Ticket:
+        raise SubmitFailed("a decode node writes to nobody")
+
+    def poll(self, ticket: Ticket) -> PieceStatus:
+        raise SubmitFailed("a decode node writes to nobody")
+
+    def close(self) -> None:
+        self._session.is_open = False

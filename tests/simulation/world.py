@@ -1,27 +1,47 @@
-"""The clock, the network and the weather of one simulated pair."""
+"""One simulated world: virtual time, weather, nodes and their clients, and what has gone wrong."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
+import asyncio
+import logging
 import random
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from server.transfer.protocol import AnyMessage, Ping, Pong
+from server.engine.request import FinishReason, GenerationRequest, RoutedRoom, SamplingParams
+from server.failure import RequestFailed
+from server.transfer.protocol import Reserve, RoutedRequest
 from server.transfer.rooms import Deadlines
-from tests.simulation.decode import SimulatedDecode
-from tests.simulation.memory import Write
-from tests.simulation.prefill import SimulatedPrefill
+from tests.simulation.engine import first_token_of
+from tests.simulation.loop import VirtualLoop
+from tests.simulation.memory import LONGEST_PROMPT, MAX_TOKENS, Sessions
+from tests.simulation.network import Network
+from tests.simulation.nodes import Client, SimulatedDecode, SimulatedNode, SimulatedPrefill
 
-TICK_S = 0.5
-NETWORK_S = 0.01
-LATEST_S = 60.0
+DEADLINES = Deadlines(
+    admission_s=60.0,
+    reserve_s=5.0,
+    pair_s=4.0,
+    queued_s=12.0,
+    prefill_s=15.0,
+    transfer_s=15.0,
+    commit_s=15.0,
+    quiesce_s=10.0,
+    probe_s=10.0,
+    resend_cap_s=2.0,
+)
+LONGEST_CALL_S = 1.0
+AT_ONCE_S = 0.3
+TROUBLE_S = 0.5
+"""How often something may go wrong that is not about one message, batch or chunk."""
 
 
 @dataclass(frozen=True)
 class Weather:
-    """Probabilities of what goes wrong, each per occasion (a message, a batch, a chunk, a tick, a room)."""
+    """Probabilities of what goes wrong, each per occasion (a message, a batch, a chunk, half a second, a room)."""
 
     loss: float = 0.0
     duplicate: float = 0.0
@@ -30,126 +50,285 @@ class Weather:
     """A message comes whenever it likes, also in a later registration, or to a later process."""
     refused: float = 0.0
     unknown: float = 0.0
+    hangs: float = 0.0
+    """A batch stays under way until the sender is closed."""
+    bad_bytes: float = 0.0
+    """A piece arrives damaged."""
+    slow_threads: float = 0.0
+    """A call in a thread takes longer than any deadline: the check of what arrived, or the transport's."""
     engine_fails: float = 0.0
     engine_hangs: float = 0.0
     abort: float = 0.0
-    bad_digest: float = 0.0
     prefill_crash: float = 0.0
     decode_crash: float = 0.0
+    stop: float = 0.0
+    """Either node is told to end, and started again."""
     connection_lost: float = 0.0
     half_lost: float = 0.0
-    """The request of a room that a router named comes to one node only."""
+    """The request of a routed room comes to one node only."""
     http_abort: float = 0.0
     again: float = 0.0
     """A router uses the id of a room once more."""
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether every message comes, at once."""
+        lost = self.loss + self.connection_lost + self.prefill_crash + self.decode_crash + self.stop
+        return not (lost or self.slow or self.late)
+
 
 class World:
-    """One prefill and one decode node, the messages between them, and the transport sessions of the decode node."""
+    """``n_prefill`` prefill and ``n_decode`` decode nodes, everything between them, and everybody who asks them.
 
-    def __init__(self, seed: int, weather: Weather, *, n_rooms: int = 6, n_slots: int = 2) -> None:
+    Prefill and decode nodes have memory for so many requests each: ``n_slots``.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        weather: Weather,
+        *,
+        n_rooms: int = 6,
+        n_slots: tuple[int, int] = (2, 2),
+        n_prefill: int = 1,
+        n_decode: int = 1,
+    ) -> None:
         self.rng = random.Random(seed)
         self.weather = weather
-        self.deadlines = Deadlines()
-        self.now = 0.0
+        self.deadlines = DEADLINES
         self.calm = False
-        self._sessions = itertools.count(1)
-        self._open_sessions: set[int] = set()
-        self.n_asked, self.n_committed = n_rooms, 0
-        self.committed: set[int] = set()
-        """Rooms whose state the decode node has proved."""
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._heartbeats: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-        self.prefill = SimulatedPrefill(self, n_slots, seed)
-        self.decode = SimulatedDecode(self, n_slots, seed)
-        for room in range(1000, 1000 + n_rooms, 2):
-            self.at(self.rng.uniform(0, 5), self.decode.ask)
-            self.at(self.rng.uniform(0, 5), lambda room=room: self.route(room))  # type: ignore[misc]
-            if self.hits(weather.again):
-                self.at(self.rng.uniform(5, 30), lambda room=room: self.route(room))  # type: ignore[misc]
+        self.latest_s = 30.0
+        self.loop = VirtualLoop(self._call_s)
+        self.loop.set_exception_handler(self._on_exception)
+        self.sessions = Sessions(self.check)
+        self.network = Network(self)
+        self.clients: list[Client] = []
+        self.refused: list[RequestFailed] = []
+        """Requests that no node took."""
+        self.failures: list[RequestFailed] = []
+        """What clients were told at the end."""
+        self.readiness: list[tuple[bool, str]] = []
+        """What decode nodes answered who were asked whether they are ready."""
+        self.seen: Counter[str] = Counter()
+        """How often something was met that has to be met now and then."""
+        self.asked: set[str] = set()
+        self.committed: set[str] = set()
+        """The ids of all requests, and of those whose state a decode node has proved."""
+        self._epochs: defaultdict[str, set[int]] = defaultdict(set)
+        self._n_rooms = n_rooms
+        self._n_under_way = 0
+        self._wrong: list[str] = []
+        addresses = tuple(f"10.0.0.{i + 1}:8998" for i in range(n_prefill))
+        self.prefills = [SimulatedPrefill(self, address, n_slots[0], seed + i) for i, address in enumerate(addresses)]
+        self.decodes = [
+            SimulatedDecode(self, f"decode{i}", n_slots[1], seed + 10 + i, addresses) for i in range(n_decode)
+        ]
+        self.nodes: list[SimulatedNode] = [*self.decodes, *self.prefills]
 
-    def route(self, room: int) -> None:
-        """A router sends one request to both nodes, which get it at about the same time."""
-        if not self.hits(self.weather.half_lost):
-            self.at(self.rng.uniform(0, 3), lambda: self.decode.ask(room))
-        if not self.hits(self.weather.half_lost):
-            self.at(self.rng.uniform(0, 3), lambda: self.prefill.ask(room))
+    # --- what goes on, and what is wrong ---
 
-    # --- time ---
+    def check(self, holds: bool, otherwise: str) -> None:
+        """Notes what is wrong. Nodes survive exceptions, so that one raised where they see it might be lost."""
+        if not holds:
+            self._wrong.append(f"at {self.loop.time():.2f} s: {otherwise}")
 
-    def at(self, delay_s: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.now + delay_s, next(self._order), what))
+    def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self.check(False, f"{context['message']}: {context.get('exception')!r}")
 
     def hits(self, probability: float) -> bool:
         return probability > 0 and not self.calm and self.rng.random() < probability
 
-    def run(self, troubled_s: float = 40.0, longest_s: float = 600.0) -> None:
-        """Bad weather, then calm until nothing is left to happen; raises :class:`AssertionError` for what is wrong."""
-        tick_at = 0.0
-        while self._events or not self._is_over():
-            self.calm = self.calm or self.now >= troubled_s
-            while (queue := self._next_queue()) and queue[0][0] <= tick_at:
-                self.now, _, what = heapq.heappop(queue)
-                what()
-            self.now = tick_at
-            self._tick()
-            tick_at += TICK_S
-            assert tick_at < longest_s, f"rooms that never end: {self.decode.left} on D, {self.prefill.left} on P"
-        self.decode.check_over()
-        self.prefill.check_over()
+    def _call_s(self) -> float:
+        """How long a call in a thread takes."""
+        return self.rng.uniform(
+            0, LONGEST_CALL_S if not self.hits(self.weather.slow_threads) else 2 * DEADLINES.commit_s
+        )
 
-    def _next_queue(self) -> list[tuple[float, int, Callable[[], None]]]:
-        """That with the earlier event; heartbeats go on for ever, and nobody waits for them."""
-        queues = [queue for queue in (self._events, self._heartbeats) if queue]
-        return min(queues, key=lambda queue: queue[0][:2], default=[])
+    def later(self, delay_s: float, what: Callable[..., object], *args: object) -> None:
+        """Something is under way that belongs to no process. The world does not end before it has arrived."""
+        self._n_under_way += 1
+
+        def arrive() -> None:
+            self._n_under_way -= 1
+            what(*args)
+
+        self.loop.call_later(delay_s, arrive)
+
+    def run(self, troubled_s: float = 25.0, longest_s: float = 300.0) -> None:
+        """Bad weather, then calm until nothing is left to happen. Raises :class:`AssertionError` for what is wrong."""
+        errors = _Errors(self)
+        log = logging.getLogger("server")
+        log.addHandler(errors)
+        try:
+            self.loop.run_until_complete(self._live(troubled_s, longest_s))
+        finally:
+            log.removeHandler(errors)
+            for node in self.nodes:
+                node.end()
+            self.loop.run_until_complete(asyncio.sleep(0))
+            self.loop.close()
+
+    async def _live(self, troubled_s: float, longest_s: float) -> None:
+        for node in self.nodes:
+            node.start()
+        self._plan_requests()
+        while not self._is_over():
+            await asyncio.sleep(TROUBLE_S)
+            self.calm = self.loop.time() >= troubled_s
+            self._make_trouble()
+            self._raise()
+            assert self.loop.time() < longest_s, (
+                f"what never ends: {[(n.address, n.left) for n in self.nodes if n.left]}"
+            )
+        for node in self.nodes:
+            node.check_over()
+        for client in self.clients:
+            await self._check_answer(client)
+        self._raise()
 
     def _is_over(self) -> bool:
-        return self.decode.is_over and self.prefill.is_over
+        return not self._n_under_way and not any(node.left for node in self.nodes)
 
-    def _tick(self) -> None:
-        self.decode.tick()
-        self.prefill.tick()
-        if self.hits(self.weather.prefill_crash):
-            self.prefill.crash()
-        if self.hits(self.weather.decode_crash):
-            self._open_sessions.clear()
-            self.decode.crash()
-        if self.hits(self.weather.connection_lost):
-            (self.decode.lose if self.rng.random() < 0.5 else self.prefill.lose_any)()
+    def _raise(self) -> None:
+        if self._wrong:
+            raise AssertionError(self._wrong[0])
 
-    # --- network ---
+    def _make_trouble(self) -> None:
+        weather = self.weather
+        for client in self.clients:
+            is_asking = not client.generation.ended
+            if is_asking and self.hits(weather.abort if client.is_decode else weather.http_abort):
+                phase = client.node.phases().get(client.room, "waiting")
+                self.seen[f"abort on {client.node.role} in {phase}"] += 1
+                client.aborted_in = phase
+                client.node.process.run(client.generation.abort)
+                if weather.is_prompt:
+                    self.later(AT_ONCE_S, self._check_both_ended, client.request)
+        for node in self.prefills:
+            if self.hits(weather.prefill_crash):
+                node.crash()
+        for decode in self.decodes:
+            if self.hits(weather.decode_crash):
+                decode.crash()
+        if self.hits(weather.stop):
+            self.rng.choice(self.nodes).stop()
+        if self.hits(weather.connection_lost):
+            self.network.break_one()
 
-    def to_prefill(self, message: AnyMessage) -> None:
-        self._post(lambda: self.prefill.deliver(message), isinstance(message, Ping))
+    # --- clients ---
 
-    def to_decode(self, message: AnyMessage) -> None:
-        self._post(lambda: self.decode.deliver(message), isinstance(message, Pong))
+    def reserved(self, reserve: Reserve) -> None:
+        """A room is opened, or once more: a request is retried once at most, and never after its end or its commit."""
+        name, epochs = reserve.request.request_id, self._epochs[reserve.request.request_id]
+        if reserve.epoch in epochs:
+            return
+        epochs.add(reserve.epoch)
+        most = 1 if isinstance(reserve.request, RoutedRequest) else 2
+        self.check(len(epochs) <= most, f"{name} is tried in {len(epochs)} rooms")
+        self.check(name not in self.committed, f"{name} is retried after its commit")
+        for client in self.clients:
+            is_over = client.request.request_id == name and client.is_decode and client.generation.ended
+            self.check(not is_over, f"{name} is retried after its end")
 
-    def _post(self, deliver: Callable[[], None], is_heartbeat: bool) -> None:
-        queue = self._heartbeats if is_heartbeat else self._events
-        for _ in range(2 if self.hits(self.weather.duplicate) else 1):
-            if not self.hits(self.weather.loss):
-                heapq.heappush(queue, (self.now + self._delay_s(), next(self._order), deliver))
+    def clients_of(self, node: SimulatedNode) -> list[Client]:
+        return [client for client in self.clients if client.node is node]
 
-    def _delay_s(self) -> float:
-        if self.hits(self.weather.late):
-            return self.rng.uniform(0, LATEST_S)
-        return self.rng.uniform(0, 8.0) if self.hits(self.weather.slow) else NETWORK_S
+    def forget_clients_of(self, node: SimulatedNode) -> None:
+        self.clients = [client for client in self.clients if client.node is not node]
 
-    # --- transport sessions ---
+    def _plan_requests(self) -> None:
+        rng = self.rng
+        for room in range(1000, 1000 + self._n_rooms, 2):
+            decode = rng.choice(self.decodes)
+            self.later(rng.uniform(2, 8), decode.ask, self._request(room + 1))
+            self.later(rng.uniform(2, 8), self._route, room)
+            self.later(rng.uniform(2, 20), decode.probe)
+            if self.hits(self.weather.again):
+                self.later(rng.uniform(8, 20), self._route, room)
 
-    def open_session(self) -> int:
-        session = next(self._sessions)
-        self._open_sessions.add(session)
-        return session
+    def _route(self, room: int) -> None:
+        """A router sends one request to both nodes, which get it at about the same time."""
+        prefill, decode = self.rng.choice(self.prefills), self.rng.choice(self.decodes)
+        host, _, port = prefill.address.partition(":")
+        request = self._request(room, RoutedRoom(room, host, int(port)))
+        if not self.hits(self.weather.half_lost):
+            self.later(self.rng.uniform(0, 3), decode.ask, request)
+        if not self.hits(self.weather.half_lost):
+            self.later(self.rng.uniform(0, 3), prefill.ask, request)
 
-    def close_session(self, session: int) -> None:
-        self._open_sessions.discard(session)
+    def _request(self, room: int, routed: RoutedRoom | None = None) -> GenerationRequest:
+        number = len(self.asked) + 1
+        name = f"request {number} of room {room}"
+        self.asked.add(name)
+        n_more = self.rng.randrange(LONGEST_PROMPT)
+        prompt = (number, *(self.rng.randrange(1, 900) for _ in range(n_more)))
+        sampling = SamplingParams(max_tokens=self.rng.randrange(1, MAX_TOKENS + 1), seed=1)
+        return GenerationRequest(name, prompt, sampling, routed)
 
-    def land(self, write: Write) -> bool:
-        """Bytes of a write reach D, unless its transport session is closed."""
-        if write.session not in self._open_sessions:
-            return False
-        self.decode.memory.land(write)
-        return True
+    def _check_both_ended(self, request: GenerationRequest) -> None:
+        """The client of one half has gone: that of the other was told so, unless its state was there already."""
+        for client in self.clients:
+            if client.request is request and not client.generation.ended:
+                phase = client.node.phases().get(client.room, "waiting")
+                self.check(phase in ("verify", "committed"), f"{client.name} was not told at once, in phase {phase}")
+
+    async def _check_answer(self, client: Client) -> None:
+        """A client gets all of its tokens and one end, or some of them and one failure; never another's tokens."""
+        name, request = client.name, client.request
+        self.check(client.generation.ended, f"{name} was told nothing")
+        if not client.generation.ended:
+            return
+        tokens: list[int] = []
+        ends: list[object] = []
+        try:
+            async for output in client.generation:
+                tokens += output.token_ids
+                ends += [output.finish_reason] if output.finish_reason is not None else []
+        except RequestFailed as failure:
+            ends.append(failure)
+            self.failures.append(failure)
+            self._check_cause(name, failure)
+        self.check(len(ends) == 1, f"{name} was told more than one end: {ends}")
+        if client.is_decode and client.aborted_in not in ("", "committed"):
+            self.check(ends == [FinishReason.ABORT], f"{name} has aborted in {client.aborted_in} and was told {ends}")
+        n_wanted = request.sampling.max_tokens if client.is_decode else 1
+        first = first_token_of(request.prompt_ids)
+        self.check(tokens == list(range(first, first + len(tokens))), f"{name} got wrong tokens {tokens}")
+        if ends[0] in (FinishReason.LENGTH, FinishReason.STOP):
+            self.check(len(tokens) == n_wanted, f"{name} got {len(tokens)} tokens of {n_wanted}")
+        if tokens and not client.is_decode:
+            self.check(request.request_id in self.committed, f"{name} was answered, and its room never committed")
+
+    def _check_cause(self, name: str, failure: RequestFailed) -> None:
+        if failure.code == "deadline":
+            found = re.search(r"phase (\w+).* for ([\d.]+) s \(deadline ([\d.]+) s\)", str(failure))
+            limit_s = getattr(self.deadlines, f"{found[1]}_s") if found is not None else -1.0
+            says_so = found is not None and float(found[2]) >= float(found[3]) == limit_s
+            self.check(says_so, f"{name} was not told which deadline it was: {failure}")
+            self.seen[f"deadline of {found[1]}" if found is not None else ""] += 1
+        never = 0.0
+        weather = self.weather
+        causes = {
+            "internal_error": never,
+            "wrong_owner": never,
+            "no_digest": never,
+            "component_mismatch": weather.bad_bytes,
+            "rejected": weather.bad_bytes,
+            "engine_error": weather.engine_fails,
+            "prompt_mismatch": weather.again,
+            "shutting_down": weather.stop,
+            "aborted": weather.abort + weather.http_abort + weather.half_lost,
+        }
+        self.check(causes.get(failure.code, 1.0) > never, f"{name} failed without a cause: {failure.code}: {failure}")
+
+
+class _Errors(logging.Handler):
+    """What nodes log as errors: they have survived what must not happen."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.ERROR)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self._world.check(False, f"{record.getMessage()}: {error!r}")

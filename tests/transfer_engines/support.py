@@ -55,8 +55,8 @@ class PeerProcess:
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        with self.process:  # closes its pipes
+            self.process.kill()
 
 
 class Results:
