@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -169,8 +170,28 @@ def socket_paths(graph: dict[str, list[Import]]) -> list[str]:
     return found
 
 
+def circle(root: Path) -> list[str]:
+    """Modules of server/ under ``root`` that import each other in a circle, the first one again at the end."""
+    known = modules(root)
+    graph = {
+        module: sorted({each.target for each in imports(module, path, known) if each.target in known})
+        for module, path in known.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found[::-1]  # it goes from the imported to the importing one
+    return []
+
+
 def test_imports_go_one_way() -> None:
     assert violations(ROOT) == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports in functions and TYPE_CHECKING blocks count: none of them is there to hide a circle."""
+    assert circle(ROOT) == []
 
 
 def test_every_package_has_its_arrows() -> None:
@@ -219,6 +240,8 @@ print(*sorted(m for m in sys.modules if m.startswith(("server.api", "server.tran
         ),
         ("server/engine/engine.py", "import server.transfer.rooms", "server.engine.engine:1 imports server.transfer"),
         ("server/transfer/rooms.py", "import server.engine.request", "server.transfer.rooms:1 imports server.engine"),
+        ("server/transfer/rooms.py", "from server import prefill", "server.transfer.rooms:1 imports server.prefill"),
+        ("server/transfer/rooms.py", "from server import decode", "server.transfer.rooms:1 imports server.decode"),
         (
             "server/api/routes.py",
             "from server.engine import engine",
@@ -253,6 +276,26 @@ def test_right_imports_are_not_reported(tmp_path: Path) -> None:
         },
     )
     assert violations(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("back", "reported"),
+    [
+        ("import server.cache.arena", {"server.cache.arena", "server.cache.specs"}),
+        ("def f():\n    from . import arena", {"server.cache.arena", "server.cache.specs"}),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from server.cache.arena import Arena",
+         {"server.cache.arena", "server.cache.specs"}),
+        ("import server.cache.layout", {"server.cache.arena", "server.cache.specs", "server.cache.layout"}),
+        ("import server.cache.specs", {"server.cache.specs"}),
+    ],
+    ids=["module", "function", "types", "over a third module", "itself"],
+)  # fmt: skip
+def test_a_circle_of_imports_is_reported(tmp_path: Path, back: str, reported: set[str]) -> None:
+    arena, layout = "from server.cache import specs", "from server.cache.arena import Arena"
+    tree(tmp_path, {"server/cache/arena.py": arena, "server/cache/layout.py": layout, "server/cache/specs.py": back})
+    found = circle(tmp_path)
+    assert found[0] == found[-1]
+    assert set(found) == reported
 
 
 def test_a_socket_behind_another_module_is_found(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ class StopSignals:
     _active: ClassVar[StopSignals | None] = None
 
     def __init__(self) -> None:
-        self._received: int | None = None
-        self._deferring = False
-        self._ignoring = False
+        self.received: int | None = None
+        self.deferring = False
+        self.ignoring = False
 
     def __enter__(self) -> StopSignals:
         self._before = {number: signal.signal(number, self._on_signal) for number in self._SIGNALS}
@@ -41,23 +41,23 @@ class StopSignals:
         if (active := cls._active) is None:
             yield
             return
-        active._deferring = True
+        active.deferring = True
         try:
             yield
         finally:
-            active._deferring = False
-        if active._received is not None:
-            raise StopRequested(signal.Signals(active._received).name)
+            active.deferring = False
+        if active.received is not None:
+            raise StopRequested(signal.Signals(active.received).name)
 
     @classmethod
     def ignore(cls) -> None:
         """From now on the end is under way and cannot be asked for again."""
         if cls._active is not None:
-            cls._active._ignoring = True
+            cls._active.ignoring = True
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._ignoring or self._received is not None:
+        if self.ignoring or self.received is not None:
             return
-        self._received = number
-        if not self._deferring:
+        self.received = number
+        if not self.deferring:
             raise StopRequested(signal.Signals(number).name)

@@ -65,7 +65,7 @@ class DraftTrainer(TrainingLoop):
         self.settings = settings
         self.target_digest = target_digest(target)
         self.target = load_exported(target).requires_grad_(False)
-        self.target.config._attn_implementation = attention.NAME
+        self.target.set_attn_implementation(attention.NAME)
         self.target.model.hc_head.register_forward_pre_hook(self._keep_streams)
         self._streams = torch.empty(0)
         torch.manual_seed(settings.seed)

@@ -60,9 +60,7 @@ class NextN(DeepseekV4DecoderLayer):
     @classmethod
     def beside(cls, target: DeepseekV4ForCausalLM, raw_config: dict[str, Any]) -> NextN:
         """A new layer that starts from the target's last one, with the target's streams passed through unchanged."""
-        config = DeepseekV4Config(**raw_config | _ONE_WINDOW_LAYER)
-        config._experts_implementation = "eager"
-        layer = cls(config)
+        layer = cls(DeepseekV4Config(**raw_config | _ONE_WINDOW_LAYER, experts_implementation="eager"))
         backbone = target.model
         last = backbone.layers[-1].state_dict()
         own = layer.state_dict()

@@ -42,7 +42,7 @@ class Trainer(TrainingLoop):
         self.pad_id = int(tokenizer.pad_token_id)
         self.writer = Writer(tokenizer, random.Random(0))
         self.model = build_model(len(tokenizer), seed).train()
-        self.model.config._attn_implementation = attention.NAME
+        self.model.set_attn_implementation(attention.NAME)
         self.controls = Controls(self.model)
         schedule = Schedule(sum(stage.n_steps for stage in stages))
         decayed = [p for p in self.model.parameters() if p.dim() > 1]

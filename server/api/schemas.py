@@ -89,9 +89,10 @@ class GenerationFields(BaseModel):
             return handler(data)
         refuse_unsupported(data, cls.refused)
         fields = handler(data)
-        fields._ignored = ignored_fields(data, cls.model_fields.keys() | cls.refused.keys())
+        ignored = ignored_fields(data, cls.model_fields.keys() | cls.refused.keys())
         if isinstance(options := data.get("stream_options"), dict):
-            fields._ignored += ignored_fields(options, StreamOptions.model_fields, "stream_options.")
+            ignored += ignored_fields(options, StreamOptions.model_fields, "stream_options.")
+        fields._ignored = ignored  # noqa: SLF001 - its own; pydantic takes any name without _ for a field of the body
         return fields
 
     @property

@@ -193,6 +193,11 @@ class KVSender:
     def thread(self) -> threading.Thread:
         return self._thread
 
+    @property
+    def n_rooms(self) -> int:
+        """Rooms with a batch under way or a piece of unknown fate."""
+        return len(self._rooms)
+
     def send(self, job: SendJob) -> None:
         """Queue a batch. Batches are submitted in order and go on side by side. Raises :class:`SenderClosed`."""
         with self._gate:

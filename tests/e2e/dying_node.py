@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import itertools
 import sys
-from typing import Any
+from collections.abc import Sequence
+from unittest import mock
 
 from server.decode.launch import main
 from server.engine.runner import ModelRunner
+from server.model.batch import Segment
+from server.model.network import ForwardOutput
 
 
 class Bug(BaseException):
     """What the engine does not catch: the thread ends without a word."""
 
 
-def dying(self: ModelRunner, *args: Any, every_row: bool = False) -> object:
+def dying(self: ModelRunner, segments: Sequence[Segment], *, every_row: bool = False) -> ForwardOutput:
     if every_row and next(steps) == 2:
         raise Bug("simulated")
-    return forward(self, *args, every_row=every_row)
+    return forward(self, segments, every_row=every_row)
 
 
 forward, steps = ModelRunner.forward, itertools.count(1)
-ModelRunner.forward = dying
-sys.exit(main(sys.argv[1:]))
+with mock.patch.object(ModelRunner, "forward", dying):
+    sys.exit(main(sys.argv[1:]))

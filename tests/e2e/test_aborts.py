@@ -17,12 +17,15 @@ import httpx
 import pytest
 
 from server.decode import room_manager
+from server.decode.room import Proof
+from server.decode.verify import Evidence, verify
 from server.engine.events import ChunkComputed
 from server.engine.generation import NodeGeneration
 from server.engine.request import FinishReason, GenerationRequest
 from server.engine.tokenizer import Tokenizer
 from server.failure import RequestFailed
 from server.model.network import DeepseekV4
+from server.transfer.checks import Check
 from server.transfer.engines.base import Ticket
 from server.transfer.engines.mooncake import MooncakeEngine
 from tests.support import waiting
@@ -45,6 +48,11 @@ class SlowTransport(MooncakeEngine):
     def submit(self, session: str, src: int, dst: int, nbytes: int) -> Ticket:
         time.sleep(0.05)
         return super().submit(session, src, dst, nbytes)
+
+
+def slow_verify(evidence: Evidence, skipped: frozenset[Check]) -> Proof:
+    time.sleep(0.3)
+    return verify(evidence, skipped)
 
 
 @dataclass
@@ -169,9 +177,8 @@ async def test_an_abort_in_every_phase_frees_both_nodes(
     model: DeepseekV4, tokenizer: Tokenizer, phase: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = SlowTransport if phase == "transfer" else MooncakeEngine
-    verify = room_manager.verify
     if phase == "verify":
-        monkeypatch.setattr(room_manager, "verify", lambda *args: (time.sleep(0.3), verify(*args))[1])
+        monkeypatch.setattr(room_manager, "verify", slow_verify)
     p_side = Side(chunk_tokens=16, slots=1 if phase == "queued" else 4)
     async with (
         running_pair(model, tokenizer, p_side, Side(slots=4, permute_seed=2), transport=transport) as pair,
@@ -245,7 +252,7 @@ async def check_random_aborts(
                 n_rounds += 1
             return n_rounds
 
-        n_rounds, *_ = await asyncio.gather(witness(), *(one(seed) for seed in range(n_aborts)))
+        n_rounds, _ = await asyncio.gather(witness(), asyncio.gather(*map(one, range(n_aborts))))
         assert n_rounds > 1
         await pair.settled(FREED_S)
         assert pair.decode.server_info()["waiting"] == 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from evaluation.questions import bundled_questions
@@ -43,7 +44,7 @@ def steps(outputs: list[TokenOutput]) -> list[tuple[int, int]]:
     return [(output.n_proposed, output.n_accepted) for output in outputs]
 
 
-def decoder(k: int, **changes: object) -> Side:
+def decoder(k: int, **changes: Any) -> Side:
     return replace(Side(spec_tokens=k, draft=k > 0, permute_seed=4), **changes)
 
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,7 +96,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(model: DeepseekV4, tokenizer: Tokenizer, directory: Path, **changed: object) -> AsyncIterator[Bench]:
+async def bench(model: DeepseekV4, tokenizer: Tokenizer, directory: Path, **changed: Any) -> AsyncIterator[Bench]:
     base = replace(Side(draft=True, chunk_tokens=512, slots=6, pages=12), **changed)
     p = replace(base, faults=(f"@{directory / 'prefill'}",))
     d = replace(base, spec_tokens=3, permute_seed=2, faults=(f"@{directory / 'decode'}",))

@@ -14,7 +14,8 @@ import sys
 from server.cache.layout import PROBE_NBYTES
 from server.failure import RequestFailed
 from server.transfer.engines.mooncake import MooncakeEngine
-from tests.nodes.support import NodeUnderTest, Pair, all_free, answer, expected, request, until
+from tests.nodes.support import NodeUnderTest, Pair, all_free, answer, expected, request
+from tests.support.waiting import until
 
 WATCHED_S = 0.7
 REGISTERED_S = 150.0

@@ -17,13 +17,13 @@ from tests.nodes.support import Pair
 async def serve(port: int, chunk_delay_s: float) -> None:
     pair = Pair(lambda: MooncakeEngine(transport="tcp"))
     p = await pair.prefill(port=port)
-    compute = p.engine._compute
+    compute = p.engine.compute
 
     def slow_compute(command: object) -> None:
         time.sleep(chunk_delay_s)
         compute(command)  # type: ignore[arg-type]
 
-    p.engine._compute = slow_compute  # type: ignore[method-assign]
+    p.engine.compute = slow_compute  # type: ignore[method-assign]
     print(p.node.bootstrap_port, flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await pair.stop(p)

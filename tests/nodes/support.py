@@ -55,7 +55,7 @@ from server.transfer.engines.base import TransferEngine
 from server.transfer.engines.loopback import LoopbackEngine
 from server.transfer.manifest import ModelIdentity
 from server.transfer.metrics import NodeMetrics
-from server.transfer.protocol import AnyMessage, PeerMessage
+from server.transfer.protocol import PeerMessage
 from server.transfer.rooms import Deadlines
 from tests.support.fake_tokenizer import VOCABULARY, FakeTokenizer
 from tests.support.waiting import until
@@ -135,7 +135,7 @@ class FakeEngine(threading.Thread):
 
     def _advance(self) -> None:
         for command in self._todo[:1]:
-            self._compute(command)
+            self.compute(command)
         for key in list(self._answers):
             self._emit(key)
 
@@ -146,7 +146,7 @@ class FakeEngine(threading.Thread):
         if found:
             self.on_event(Finished(key, FinishReason.ABORT))
 
-    def _compute(self, command: Prefill | Generate | Resume) -> None:
+    def compute(self, command: Prefill | Generate | Resume) -> None:
         prompt, n = command.request.prompt_ids, len(command.request.prompt_ids)
         if self.fail_next:
             self.fail_next = False
@@ -357,9 +357,9 @@ async def pairs(make_transport: Callable[[], TransferEngine] = LoopbackEngine) -
             await pair.stop(started)
 
 
-def deaf_to(p: NodeUnderTest, kinds: type | UnionType, monkeypatch: pytest.MonkeyPatch) -> list[AnyMessage]:
+def deaf_to(p: NodeUnderTest, kinds: type | UnionType, monkeypatch: pytest.MonkeyPatch) -> list[PeerMessage]:
     """The prefill node ignores messages of these kinds from now on; those that it has ignored."""
-    ignored: list[AnyMessage] = []
+    ignored: list[PeerMessage] = []
     take = p.node.manager.on_message
 
     def on_message(peer: DecodePeer, message: PeerMessage) -> None:

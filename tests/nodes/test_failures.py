@@ -15,7 +15,8 @@ from server.engine.events import Died
 from server.failure import RequestFailed
 from server.transfer.engines.loopback import LoopbackEngine, PieceFate, Submission
 from server.transfer.protocol import Committed, encode, seal
-from tests.nodes.support import COMPONENTS, FAST, Pair, answer, assert_works_again, expected, request, until
+from tests.nodes.support import COMPONENTS, FAST, Pair, answer, assert_works_again, expected, request
+from tests.support.waiting import until
 from tests.transfer.test_protocol import reserve
 
 
@@ -46,7 +47,7 @@ async def test_a_bad_write_fails_the_room_and_its_memory_is_safe(
     pair: Pair, fate: PieceFate, code: str, fences: int
 ) -> None:
     engines: list[LoopbackEngine] = []
-    struck = []
+    struck: list[Submission] = []
 
     def strike(submission: Submission) -> PieceFate | None:
         if struck:

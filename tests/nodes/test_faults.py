@@ -14,17 +14,8 @@ from server.cache.owners import Owner
 from server.cache.specs import Scope
 from server.failure import RequestFailed
 from server.faults.spec import MESSAGE_TYPES, MESSAGES, PHASES
-from tests.nodes.support import (
-    COMPONENTS,
-    NodeUnderTest,
-    Pair,
-    all_free,
-    answer,
-    assert_works_again,
-    expected,
-    request,
-    until,
-)
+from tests.nodes.support import COMPONENTS, NodeUnderTest, Pair, all_free, answer, assert_works_again, expected, request
+from tests.support.waiting import until
 
 AFTER_A_FAILURE = ("Rejected", "Abort", "Failed", "Quiesced")
 """Messages of rooms that end without a commit."""

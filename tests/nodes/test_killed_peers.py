@@ -15,18 +15,8 @@ import pytest
 from server.failure import RequestFailed
 from server.transfer.engines.mooncake import MooncakeEngine
 from tests.nodes.processes import DecodeProcess, PrefillProcess
-from tests.nodes.support import (
-    FAST,
-    Pair,
-    all_free,
-    answer,
-    assert_works_again,
-    expected,
-    pairs,
-    phase_is,
-    request,
-    until,
-)
+from tests.nodes.support import FAST, Pair, all_free, answer, assert_works_again, expected, pairs, phase_is, request
+from tests.support.waiting import until
 
 PATIENT = replace(FAST, peer_s=60.0, probe_s=60.0, prefill_s=60.0, reserve_s=60.0)
 AT_ONCE_S = 30.0

@@ -17,18 +17,9 @@ from server.prefill.kv_sender import SendJob
 from server.transfer.engines.base import EngineClosed, TransferError
 from server.transfer.engines.loopback import LoopbackEngine, PieceFate
 from server.transfer.protocol import Done
-from tests.nodes.support import (
-    FAST,
-    NodeUnderTest,
-    Pair,
-    all_free,
-    answer,
-    assert_works_again,
-    expected,
-    request,
-    until,
-)
+from tests.nodes.support import FAST, NodeUnderTest, Pair, all_free, answer, assert_works_again, expected, request
 from tests.support.http import http_server
+from tests.support.waiting import until
 from tests.transfer.support import make_geometry
 
 

@@ -12,18 +12,8 @@ import pytest
 from server.failure import RequestFailed
 from server.transfer.engines.mooncake import MooncakeEngine
 from tests.nodes.processes import PrefillProcess
-from tests.nodes.support import (
-    FAST,
-    Pair,
-    all_free,
-    answer,
-    assert_works_again,
-    expected,
-    pairs,
-    phase_is,
-    request,
-    until,
-)
+from tests.nodes.support import FAST, Pair, all_free, answer, assert_works_again, expected, pairs, phase_is, request
+from tests.support.waiting import until
 
 
 @pytest.fixture

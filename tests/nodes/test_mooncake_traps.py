@@ -19,17 +19,8 @@ from server.transfer.engines.base import Ticket
 from server.transfer.engines.mooncake import MooncakeEngine
 from server.transfer.rooms import Deadlines
 from tests.nodes.processes import DecodeProcess
-from tests.nodes.support import (
-    NodeUnderTest,
-    Pair,
-    all_free,
-    answer,
-    assert_works_again,
-    expected,
-    pairs,
-    request,
-    until,
-)
+from tests.nodes.support import NodeUnderTest, Pair, all_free, answer, assert_works_again, expected, pairs, request
+from tests.support.waiting import until
 from tests.transfer.support import make_geometry
 
 NOWHERE = 1 << 40

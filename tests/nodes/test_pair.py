@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,8 @@ from server.cache.live import live_positions
 from server.engine.request import SamplingParams
 from server.failure import RequestFailed
 from server.transfer.protocol import MAX_ROOM
-from tests.nodes.support import FAST, Pair, answer, expected, request, until
+from tests.nodes.support import FAST, Pair, answer, expected, request
+from tests.support.waiting import until
 from tests.transfer.support import WINDOW, make_geometry
 
 
@@ -108,7 +110,7 @@ async def test_a_token_outside_the_vocabulary_is_400(pair: Pair) -> None:
     ("name", "value"),
     [("temperature", float("nan")), ("top_p", 2.0), ("seed", 2**64), ("stop", ("x",) * 100), ("logprobs", 21)],
 )
-async def test_a_sampling_parameter_that_the_wire_refuses_is_400(pair: Pair, name: str, value: object) -> None:
+async def test_a_sampling_parameter_that_the_wire_refuses_is_400(pair: Pair, name: str, value: Any) -> None:
     d = await pair.decode(await pair.prefill())
     with pytest.raises(RequestFailed, match="out of range") as caught:
         d.node.submit(replace(request(3), sampling=replace(SamplingParams(), **{name: value})))

@@ -21,8 +21,9 @@ from server.failure import Failure, RequestFailed
 from server.transfer.auth import Guard, PeerKeys
 from server.transfer.protocol import Refused, Register, decode, encode
 from server.transfer.sockets import FRAMES_A_TURN
-from tests.nodes.support import FAST, IDENTITY, NodeUnderTest, Pair, answer, expected, request, until
-from tests.transfer.support import make_manifest
+from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, request
+from tests.support.waiting import until
+from tests.transfer.support import IDENTITY, make_manifest
 
 KEY = Guard(PeerKeys.derive("a" * 32))
 OTHER_KEY = Guard(PeerKeys.derive("b" * 32))

@@ -9,7 +9,8 @@ from cluster.relay import ControlRelay, control_relay
 
 from server.cache.layout import PROBE_NBYTES, Run
 from server.failure import RequestFailed
-from tests.nodes.support import FAST, NodeUnderTest, Pair, expected, request, until
+from tests.nodes.support import FAST, NodeUnderTest, Pair, expected, request
+from tests.support.waiting import until
 from tests.transfer.support import make_geometry
 
 IMPATIENT = replace(FAST, reserve_s=0.5, quiesce_s=0.3, commit_s=0.5)

@@ -11,7 +11,9 @@ from server.decode.node import DecodeNode
 from server.engine.request import GenerationRequest, RouteInfo
 from server.failure import RequestFailed
 from server.transfer.protocol import Abort, Rejected
-from tests.nodes.support import FAST, NodeUnderTest, Pair, all_free, answer, deaf_to, expected, request, until
+from server.transfer.rooms import RoomKey
+from tests.nodes.support import FAST, NodeUnderTest, Pair, all_free, answer, deaf_to, expected, request
+from tests.support.waiting import until
 from tests.transfer.support import make_geometry
 
 DROP = ("drop:swa",)
@@ -36,6 +38,8 @@ async def test_a_failure_before_the_commit_is_retried_on_another_node(pair: Pair
     assert (route.prefill, route.n_retries) == (address(good), 1)
     assert d.metric("pd_retries_total", reason="component_mismatch") == 1
     (first,), (second,) = bad.engine.prefilled, good.engine.prefilled
+    assert isinstance(first, RoomKey)
+    assert isinstance(second, RoomKey)
     assert first.room == second.room == route.room
     assert second.epoch > first.epoch, "a new reservation attempt"
     await until(lambda: all(all_free(side) for side in (bad, good, d)))

@@ -13,7 +13,8 @@ from server.engine.generation import NodeGeneration
 from server.engine.request import FinishReason, GenerationRequest, RoutedRoom, TokenOutput
 from server.failure import RequestFailed
 from server.transfer.protocol import MAX_ROOM
-from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, first_token_of, request, until
+from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, first_token_of, request
+from tests.support.waiting import until
 
 SHORT = replace(FAST, pair_s=0.6)
 AT_ONCE_S = 1.0

@@ -14,7 +14,8 @@ import zmq.asyncio
 
 from server.transfer.auth import Guard, PeerKeys
 from server.transfer.connections import CHECK_S, UNFINISHED_AT_MOST_NBYTES, Connections
-from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, request, until
+from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, request
+from tests.support.waiting import until
 
 PART_NBYTES = 1 << 17
 N_PARTS = 16 * UNFINISHED_AT_MOST_NBYTES // PART_NBYTES

@@ -132,7 +132,7 @@ def test_rooms_that_are_over_are_not_remembered(link: Link, results: Results) ->
     outcomes = {result.key: result.outcome for result in (results.next() for _ in range(4))}
     assert outcomes["room 2"] is SendOutcome.UNKNOWN
     link.engine.release()
-    eventually(lambda: not link.sender._rooms)
+    eventually(lambda: link.sender.n_rooms == 0)
 
 
 def test_a_lost_piece_outweighs_a_refused_one(link: Link, results: Results) -> None:

@@ -64,6 +64,8 @@ def test_what_is_remembered_of_lost_connections_is_bounded_and_that_of_registere
     for i in range(MAX_REMEMBERED + 10):
         decode = f"{i:032x}"
         registrations.end(registrations.begin(decode, 1, HERE))
-    assert len(registrations._newest) == MAX_REMEMBERED
+    judged = [registrations.judge(f"{i:032x}", 1, HERE) for i in range(MAX_REMEMBERED + 10)]
+    assert judged.count(Standing.OVER) == MAX_REMEMBERED - 1, "one place is the registered one's"
+    assert judged[:11] == [Standing.NEW] * 11, "the oldest are forgotten"
     assert registrations.judge(DECODE, 1, HERE) is Standing.CURRENT
     assert registrations.judge(f"{MAX_REMEMBERED:032x}", 1, HERE) is Standing.OVER

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -34,7 +36,7 @@ def test_rings_items_and_draft_tokens_may_differ() -> None:
     assert compare(decode, PREFILL) is None
 
 
-REFUSED: dict[str, object] = {
+REFUSED: dict[str, Any] = {
     "protocol_version": PROTOCOL_VERSION + 1,
     "role": "prefill",
     "transport_kind": "mooncake",
@@ -46,7 +48,7 @@ REFUSED: dict[str, object] = {
     "window": 8,
 }
 """Fields of a decode node's manifest with a value that this prefill node cannot work with."""
-FREE: dict[str, tuple[str, object]] = {
+FREE: dict[str, tuple[str, Any]] = {
     "incarnation": ("it names the process", "c" * 32),
     "transport_version": ("the engines settle that between themselves", "2"),
     "session": ("it is an address", "10.0.0.1:15000"),

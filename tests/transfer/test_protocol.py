@@ -27,6 +27,7 @@ from server.transfer.protocol import (
     ProtocolError,
     Quiesced,
     Register,
+    Registration,
     RequestArrived,
     Reserve,
     RoomRequest,
@@ -40,12 +41,13 @@ from server.transfer.protocol import (
     decode,
     encode,
     pack_tokens,
+    room_ids,
     seal,
     unpack_tokens,
 )
 from tests.transfer.support import make_manifest
 
-IDS = {"prefill": "a" * 32, "decode": "b" * 32, "registration": 3, "room": MAX_ROOM, "epoch": 7}
+IDS = room_ids(Registration("a" * 32, "b" * 32, 3), MAX_ROOM, 7)
 SAMPLING = Sampling(4, 0, 0.5, 0.9, 3, -5, ("stop",), (1, 2), False, None)
 
 

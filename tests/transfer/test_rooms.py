@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from server.decode.room import (
@@ -64,11 +66,11 @@ FIRST = TokenLogprob(1, -0.5)
 GONE = Failure("aborted", "the client is gone")
 
 
-def sent(actions: list[object]) -> list[object]:
+def sent(actions: Sequence[object]) -> list[object]:
     return [action.message for action in actions if isinstance(action, Send)]
 
 
-def kinds(actions: list[object]) -> list[type]:
+def kinds(actions: Sequence[object]) -> list[type]:
     return [type(action.message) if isinstance(action, Send) else type(action) for action in actions]
 
 

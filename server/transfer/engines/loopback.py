@@ -75,7 +75,7 @@ class LoopbackEngine:
         self._writes: dict[Ticket, _Write] = {}
         self._late: list[_Write] = []
         self._tickets = itertools.count(1)
-        self._closed = False
+        self.closed = False
         with _lock:
             self.session = f"loopback:{next(_numbers)}"
             _engines[self.session] = self
@@ -97,7 +97,7 @@ class LoopbackEngine:
                 raise RegistrationFailed(f"no region is registered at {ptr:#x}")
 
     def submit(self, session: str, src: int, dst: int, nbytes: int) -> Ticket:
-        if self._closed:
+        if self.closed:
             raise EngineClosed("the loopback engine is closed")
         if nbytes <= 0:
             raise SubmitFailed(f"a piece has at least one byte, not {nbytes}")
@@ -110,7 +110,7 @@ class LoopbackEngine:
         fate = self.fate_of(submission) if self.fate_of else None
         if fate is PieceFate.RAISE:
             raise RuntimeError(f"injected: submission {submission.ordinal} raises")
-        if fate is None and not peer._is_registered(dst, nbytes):
+        if fate is None and not peer.is_registered(dst, nbytes):
             fate = PieceFate.REFUSE
         ticket = Ticket(next(self._tickets))
         with _lock:
@@ -120,7 +120,7 @@ class LoopbackEngine:
     def poll(self, ticket: Ticket) -> PieceStatus:
         with _lock:
             write = self._writes[ticket]
-            if time.monotonic() < write.due or (write.fate is PieceFate.HANG and not write.peer._closed):
+            if time.monotonic() < write.due or (write.fate is PieceFate.HANG and not write.peer.closed):
                 return PieceStatus.RUNNING
             del self._writes[ticket]
             return self._finish(write)
@@ -136,7 +136,7 @@ class LoopbackEngine:
     def land_late(self) -> int:
         """Write what ``LAND_LATE`` pieces left behind, where the peer still exists; the number of bytes."""
         with _lock:
-            landing = [write for write in self._late if not write.peer._closed]
+            landing = [write for write in self._late if not write.peer.closed]
             self._late.clear()
             for write in landing:
                 _copy(write.submission)
@@ -144,11 +144,11 @@ class LoopbackEngine:
 
     def close(self) -> None:
         with _lock:
-            self._closed = True
+            self.closed = True
             _engines.pop(self.session, None)
             self._writes.clear()
 
-    def _is_registered(self, address: int, nbytes: int) -> bool:
+    def is_registered(self, address: int, nbytes: int) -> bool:
         with _lock:
             return any(
                 start <= address and address + nbytes <= start + length for start, length in self._regions.items()
@@ -157,7 +157,7 @@ class LoopbackEngine:
     def _finish(self, write: _Write) -> PieceStatus:
         if write.fate is PieceFate.REFUSE:
             return PieceStatus.REFUSED
-        if write.fate is PieceFate.LOSE or write.peer._closed:
+        if write.fate is PieceFate.LOSE or write.peer.closed:
             return PieceStatus.UNKNOWN
         if write.fate is PieceFate.LAND_LATE:
             self._late.append(write)

@@ -6,6 +6,7 @@ import asyncio
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import Resources
@@ -96,7 +97,7 @@ def test_growth_of_a_process_is_a_finding() -> None:
     assert "threads" in soak.grown(start, many, "decode")[0]
 
 
-def run(plan: Plan, logs: Path, **options: tuple[str, ...]) -> Report:
+def run(plan: Plan, logs: Path, **options: Any) -> Report:
     return asyncio.run(soak.soak(plan, logs, Console(file=io.StringIO()), 60.0, **options))
 
 
