@@ -144,7 +144,7 @@ class ZmqDialer:
             self._look.cancel()
         self.close()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._context.term()
+        self._context.destroy()  # term would wait for ever for a socket that a task has left open
 
     def send(self, frame: bytes) -> None:
         if self.socket is not None:
@@ -169,7 +169,7 @@ class ZmqDialer:
         end = self._clock() + self._deadlines.peer_s
         while not self.connected and self._clock() < end:
             finding = await look_at(self.address, self._guard.mechanism, Wire.LOST)
-            while self.socket is not None and await self.socket.poll(0):  # noqa: ASYNC110  (ZMQ has no event for it)
+            while self.socket is not None and int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN:  # noqa: ASYNC110
                 await asyncio.sleep(0)  # what the process said last is heard before its end
             self._report(finding)
             if finding.gone:

@@ -82,14 +82,15 @@ class BootstrapSocket:
         ]
 
     async def close(self) -> None:
+        if self._socket is not None:
+            end_wire_events(self._socket)
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
         if self._socket is not None:
-            end_wire_events(self._socket)
             self._socket.close()
         self._gatekeeper.close()
-        self._context.term()
+        self._context.destroy()  # term would wait for ever for a socket that a task has left open
 
     def send(self, routing_id: bytes, message: AnyMessage) -> None:
         self._hooks.post(message, encode(message), lambda frame: self._put([routing_id, frame]))

@@ -71,10 +71,10 @@ def wire_events(watched: zmq.asyncio.Socket) -> AsyncIterator[WireEvent]:
 
     To be called before the socket binds or connects.
     """
-    return _events_of(watched.get_monitor_socket(sum(_EVENTS)))
+    return _events_of(watched, watched.get_monitor_socket(sum(_EVENTS)))
 
 
-async def _events_of(monitor: zmq.asyncio.Socket) -> AsyncIterator[WireEvent]:
+async def _events_of(watched: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> AsyncIterator[WireEvent]:
     try:
         while True:
             report = parse_monitor_message(await monitor.recv_multipart())
@@ -86,6 +86,7 @@ async def _events_of(monitor: zmq.asyncio.Socket) -> AsyncIterator[WireEvent]:
                 event = {_WRONG_KEY: Wire.WRONG_KEY, _WRONG_MECHANISM: Wire.WRONG_MECHANISM}.get(report["value"], event)
             yield WireEvent(event, report["value"] if event in (Wire.CONNECTED, Wire.LOST) else -1)
     finally:
+        end_wire_events(watched)  # first: ZMQ waits for ever for a reader that is gone, and holds a lock meanwhile
         monitor.close(0)
 
 
