@@ -165,14 +165,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if self._stage_nbytes > self._limits.max_body_nbytes:
                 self.transport.abort()
             return
-        stage, content_nbytes = self._n_stages, self._body.nbytes
+        stage, content_nbytes, head_nbytes = self._n_stages, self._body.nbytes, -1
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._ignore_upgrade(data[upgrade.args[0] :])
-            return
+            head_nbytes = upgrade.args[0]
         except httptools.HttpParserError as error:
             self.refuse(self._refusal_of(error))
+            return
+        if head_nbytes >= 0:  # not in the handler: what is raised there has the upgrade for its context, and no Refusal
+            self._ignore_upgrade(data[head_nbytes:])
             return
         if self._n_stages == stage:
             self._stage_nbytes += len(data)

@@ -127,6 +127,7 @@ TOO_MUCH = [
     (b"GET /" + b"a" * 200, 414, "url_too_long"),
     (head("POST", Content_Length=10_001), 413, "body_too_large"),
     (head("POST", Content_Length=10_001, Expect="100-continue"), 413, "body_too_large"),
+    (head("POST", Content_Length=10_001, Connection="Upgrade", Upgrade="h2c"), 413, "body_too_large"),
     (CHUNKED + b"1\r\na\r\n0\r\n" + b"".join(HEADERS), 431, "headers_too_large"),
     (CHUNKED + b"1\r\na\r\n0\r\na: " + b"b" * 2001 + b"\r\n\r\n", 431, "headers_too_large"),
     (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00", 400, "malformed_request"),
