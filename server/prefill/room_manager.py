@@ -374,8 +374,13 @@ class PrefillRoomManager:
         return self._clock() + self._deadlines.transfer_s
 
     def _push_tail(self, req: PrefillRequest, outgoing: Outgoing) -> None:
-        if req.room.phase is PrefillPhase.TRANSFER:
+        if req.room.phase is not PrefillPhase.TRANSFER:
+            return
+        try:
             self._push(req, outgoing.push_tail(self._transfer_deadline()))
+        except Exception as error:  # a hook may call this from a task of its own
+            log.exception("%s failed on its tail", req.key)
+            self._fail(req, PushTail(), error)
 
     def _push(self, req: PrefillRequest, batch: Batch | None) -> None:
         if batch is None:

@@ -151,3 +151,11 @@ async def test_memory_that_was_another_rooms_before_fails_the_decode_nodes_room_
     assert owners.owner_of(Scope.SLOT if stamped_as_others == "slot" else Scope.PAGE, item) == other
     owners.clear(memory, other)
     await assert_works_again(p, d)
+
+
+async def test_a_done_that_is_sent_again_is_answered_again(pair: Pair) -> None:
+    p = await pair.prefill()
+    d = await pair.decode(p, faults=("drop-message:Committed:1",))
+    assert await answer(d.node, request(40)) == expected(request(40))
+    await until(lambda: not p.node.busy, 10.0)
+    assert p.metric("pd_rooms_total", outcome="committed", reason="") == 1

@@ -300,3 +300,17 @@ async def test_a_request_that_the_prefill_node_does_not_take_ends_the_decode_nod
     error = await failure(at_d or d.node.submit(asked), AT_ONCE_S)
     assert (error.code, error.kind) == ("overloaded", "unavailable")
     assert n_unpaired(p) == 0
+
+
+async def test_a_lost_failed_of_a_room_that_waits_for_memory_is_sent_again(pair: Pair) -> None:
+    p = await pair.prefill(faults=("drop-message:Failed:1",))
+    async with control_relay(f"127.0.0.1:{p.node.bootstrap_port}") as wire:
+        d = await pair.decode(wire.address)
+        await fill(d)
+        asked = named_at(wire.address)
+        at_d, at_p = d.node.submit(asked), p.node.submit(asked)
+        await until(lambda: wire.answers["RequestArrived"] > 0)
+        at_p.abort()
+        assert (await failure(at_d)).code == "prefill_client_gone"
+        d.engine.gate.set()
+        await all_free(p, d)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from server.cache.handoff import prompt_hash
 from server.engine.request import RoutedRoom
 from server.failure import Failure, RequestFailed
 from server.prefill.decode_peer import DecodePeer
+from server.prefill.request import PrefillRequest
+from server.prefill.room import PrefillRoom
 from server.prefill.routed_rooms import REMEMBER_S, RoutedRooms
-from server.transfer.protocol import AnyMessage, Failed, Registration, RequestArrived, Waiting, room_ids
-from server.transfer.rooms import Heartbeat, RoomKey, Tombstones
+from server.transfer.protocol import AnyMessage, Failed, Registration, RequestArrived, RoutedRequest, Waiting, room_ids
+from server.transfer.rooms import Deadlines, Heartbeat, RoomKey, Tombstones
 from tests.nodes.support import request
 from tests.support.fake_tokenizer import FakeTokenizer
 from tests.transfer.support import make_manifest
+from tests.transfer.test_protocol import SAMPLING, reserve
 
 PAIR_S = 10.0
 ROOM = 7
@@ -70,6 +75,13 @@ class Halves:
 
     def decode(self, epoch: int, registration: Registration = NOW) -> None:
         self.routed_rooms.on_waiting(self.peer(registration), waiting(epoch, registration))
+
+    def reserve(self, epoch: int, prompt: tuple[int, ...] = ASKED.prompt_ids) -> Failure | None:
+        """The decode node reserves the room with this prompt: why not."""
+        asked = RoutedRequest("request-1", len(prompt), prompt_hash(prompt), SAMPLING)
+        message = reserve(**room_ids(NOW, ROOM, epoch), request=asked)
+        room = PrefillRoom(message, len(prompt), Deadlines(), self.now)
+        return self.routed_rooms.join(PrefillRequest(room, ASKED, self.peer(NOW), Mock()))
 
     def decode_ends(self, epoch: int) -> None:
         self.routed_rooms.given_up(RoomKey(ROOM, epoch, NOW.decode), GONE)
@@ -197,3 +209,22 @@ def test_what_waited_in_a_registration_that_is_over_is_sent_anew() -> None:
     assert halves.invited == []
     halves.decode(1, later)
     assert halves.invited == [1]
+
+
+def test_the_end_of_a_room_that_had_both_halves_is_not_remembered() -> None:
+    halves = Halves()
+    halves.decode(1)
+    generation = halves.http()
+    assert halves.reserve(1) is None
+    generation.abort()
+    halves.decode(2)
+    assert halves.refused == [], "a later room with this id"
+
+
+def test_a_prompt_of_the_same_length_with_another_hash_is_refused() -> None:
+    halves = Halves()
+    halves.decode(1)
+    halves.http()
+    failure = halves.reserve(1, (*ASKED.prompt_ids[:-1], ASKED.prompt_ids[-1] + 1))
+    assert failure is not None
+    assert failure.code == "prompt_mismatch"

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from server.cache.allocator import ItemState
 from server.decode.request_manager import RequestManager
+from server.decode.routed_rooms import has_arrived
 from server.decode.settings import DecodeSettings
 from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest, SamplingParams
@@ -28,6 +29,7 @@ from server.prefill.room_manager import PrefillRoomManager
 from server.transfer.diagnosis import Finding
 from server.transfer.manifest import build_manifest
 from server.transfer.metrics import NodeMetrics
+from server.transfer.protocol import Registration
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.loop import Process
 from tests.simulation.memory import LONGEST_PROMPT, MAX_TOKENS, PAGE_TOKENS, SimulatedTransport, make_memory
@@ -277,6 +279,18 @@ class SimulatedDecode(SimulatedNode):
 
     async def _probe(self) -> None:
         self.world.readiness.append(await self.manager.ready())
+
+    def met_in(self, room: int) -> Registration | None:
+        """The registration in which both halves of a room have met; None if they have not, or if it is over."""
+        req = self.manager.by_room.get(room)
+        if req is None or req.link is None or not (req.room is not None or has_arrived(req)):
+            return None
+        return req.link.registration
+
+    @property
+    def registrations(self) -> list[Registration | None]:
+        """Those that are valid now, by prefill node."""
+        return [link.registration for link in self.manager.rooms.peers.links]
 
     def phases(self) -> dict[int, str]:
         reqs = self.manager.by_room.items()

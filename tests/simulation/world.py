@@ -13,7 +13,7 @@ from typing import Any
 
 from server.engine.request import FinishReason, GenerationRequest, RoutedRoom, SamplingParams
 from server.failure import RequestFailed
-from server.transfer.protocol import Reserve, RoutedRequest
+from server.transfer.protocol import Registration, Reserve, RoutedRequest
 from server.transfer.rooms import Deadlines
 from tests.simulation.engine import first_token_of
 from tests.simulation.loop import VirtualLoop
@@ -201,9 +201,12 @@ class World:
                 phase = client.node.phases().get(client.room, "waiting")
                 self.seen[f"abort on {client.node.role} in {phase}"] += 1
                 client.aborted_in = phase
+                met = [
+                    (decode, registration) for decode in self.decodes if (registration := decode.met_in(client.room))
+                ]
                 client.node.process.run(client.generation.abort)
-                if weather.is_prompt:
-                    self.later(AT_ONCE_S, self._check_both_ended, client.request)
+                if weather.is_prompt and met:
+                    self.later(AT_ONCE_S, self._check_both_ended, client.request, *met[0])
         for node in self.prefills:
             if self.hits(weather.prefill_crash):
                 node.crash()
@@ -265,8 +268,14 @@ class World:
         sampling = SamplingParams(max_tokens=self.rng.randrange(1, MAX_TOKENS + 1), seed=1)
         return GenerationRequest(name, prompt, sampling, routed)
 
-    def _check_both_ended(self, request: GenerationRequest) -> None:
-        """The client of one half has gone: that of the other was told so, unless its state was there already."""
+    def _check_both_ended(
+        self, request: GenerationRequest, decode: SimulatedDecode, registration: Registration
+    ) -> None:
+        """The client of one half, which had met the other, has gone. That of the other hears it, unless its state was
+        there already, or the registration ended before it could be said.
+        """
+        if registration not in decode.registrations:
+            return
         for client in self.clients:
             if client.request is request and not client.generation.ended:
                 phase = client.node.phases().get(client.room, "waiting")
