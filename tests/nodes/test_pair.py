@@ -17,7 +17,7 @@ from tests.support.waiting import until
 from tests.transfer.support import WINDOW, make_geometry
 
 
-@pytest.mark.parametrize("n", [1, 4, 18, 128, 257, 512, 1025])
+@pytest.mark.parametrize("n", [1, 3, 4, 5, 18, 127, 128, 129, 255, 256, 257, 512, 513, 1025])
 async def test_every_live_byte_arrives_and_memory_returns(pair: Pair, n: int) -> None:
     p = await pair.prefill()
     d = await pair.decode(p)
