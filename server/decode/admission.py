@@ -11,7 +11,7 @@ import numpy as np
 
 from server.cache.allocator import Allocator
 from server.cache.handoff import prompt_hash
-from server.engine.request import GenerationRequest
+from server.engine.request import GenerationRequest, SamplingParams
 from server.failure import Failure, RequestFailed
 from server.transfer.protocol import MAX_ROOM, RoomRequest, RoutedRequest, Sampling, pack_tokens
 
@@ -59,15 +59,16 @@ def choose_room(request: GenerationRequest, room: int | None, taken: Container[i
     return room
 
 
-def wire_request(request: GenerationRequest) -> RoomRequest | RoutedRequest:
-    """The request as a prefill node gets it: without the prompt if a router sends it that.
-
-    Raises :class:`RequestFailed` for a sampling parameter that the wire refuses.
-    """
+def wire_sampling(sampling: SamplingParams) -> Sampling:
+    """Raises :class:`RequestFailed` for a parameter that the wire refuses."""
     try:
-        sampling = msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(request.sampling)), type=Sampling)
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(sampling)), type=Sampling)
     except (msgspec.ValidationError, OverflowError) as error:
         raise RequestFailed(Failure("bad_sampling", f"a sampling parameter is out of range: {error}")) from error
+
+
+def wire_request(request: GenerationRequest, sampling: Sampling) -> RoomRequest | RoutedRequest:
+    """The request as a prefill node gets it: without the prompt if a router sends it that."""
     request_id, prompt = request.request_id[:256], request.prompt_ids
     if request.routed is not None:
         return RoutedRequest(request_id, len(prompt), prompt_hash(prompt), sampling)

@@ -12,7 +12,7 @@ from server.engine.request import GenerationRequest
 from server.failure import Failure
 from server.node.request_log import RequestEnd
 from server.transfer.checks import Check
-from server.transfer.protocol import Registration, RoomRequest, RoutedRequest, Timings
+from server.transfer.protocol import Registration, Sampling, Timings
 from server.transfer.rooms import RoomKey
 
 MAX_RETRIES = 1
@@ -37,8 +37,8 @@ class Announced:
 class DecodeRequest:
     """One attempt at a request, from its admission until its memory is free again.
 
-    ``wire`` is what the prefill node gets of ``request``. ``link`` is the prefill node that a router chose; else it is
-    chosen together with the memory. ``resumed``: the engine decodes in the room's memory, and says when it does no
+    ``sampling`` is the request's as the prefill node gets it. ``link`` is the prefill node that a router chose; else it
+    is chosen together with the memory. ``resumed``: the engine decodes in the room's memory, and says when it does no
     more.
 
     A second attempt has the same ``generation``, ``avoids`` the prefill nodes of those before and says why they
@@ -51,7 +51,7 @@ class DecodeRequest:
 
     key: RoomKey
     request: GenerationRequest
-    wire: RoomRequest | RoutedRequest
+    sampling: Sampling
     generation: NodeGeneration
     submitted_at: float
     enqueued_at: float
@@ -89,7 +89,7 @@ class DecodeRequest:
         return DecodeRequest(
             key,
             self.request,
-            self.wire,
+            self.sampling,
             self.generation,
             self.submitted_at,
             now,

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable
 
 from server.cache.allocator import ItemState
-from server.decode.admission import check_request, choose_room, tokens_held, wire_request, with_seed
+from server.decode.admission import check_request, choose_room, tokens_held, wire_sampling, with_seed
 from server.decode.dialer import MakeDialer
 from server.decode.draft_metrics import DraftMetrics
 from server.decode.prefill_link import PrefillLink
@@ -141,7 +141,7 @@ class RequestManager:
             allocator=self._allocator,
         )
         request = with_seed(request)
-        wire = wire_request(request)
+        sampling = wire_sampling(request.sampling)
         room_id = choose_room(request, room, self.by_room)
         if len(self.queue) >= self._settings.max_queue:
             reason = f"{len(self.queue)} requests wait for a slot and pages already"
@@ -152,7 +152,7 @@ class RequestManager:
             on_end=lambda outcome: self._log_end(room_id, outcome),
         )
         now = self._clock()
-        req = DecodeRequest(self._new_key(room_id), request, wire, generation, now, now, link=link)
+        req = DecodeRequest(self._new_key(room_id), request, sampling, generation, now, now, link=link)
         self._enter(req)
         self.queue.put(req)
         self._announce(req)

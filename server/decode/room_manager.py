@@ -14,6 +14,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
+from server.decode.admission import wire_request
 from server.decode.dialer import MakeDialer
 from server.decode.peer_pool import PeerPool
 from server.decode.prefill_link import LinkEvent, PeerRegistered, PrefillLink
@@ -175,7 +176,7 @@ class DecodeRoomManager:
             slot=placement.slot,
             pages=placement.pages[:n_prompt_pages],
             components=self.peers.components,
-            request=req.wire,
+            request=wire_request(req.request, req.sampling),
             silence_s=min(deadlines.queued_s, deadlines.prefill_s, deadlines.transfer_s),
         )
         req.room = DecodeRoom(reserve, deadlines, self._clock())
