@@ -53,8 +53,8 @@ class Hooks:
         """The prefill node begins a room of ``n`` tokens in ``placement``."""
         return Sending(placement)
 
-    def before_tail(self, key: Hashable, push: Callable[[], None]) -> None:
-        """The room's prompt is computed: ``push``, now or later, sends what was not sent yet."""
+    def before_tail(self, key: Hashable, push: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
+        """The room's prompt is computed: ``push``, now or later, sends what is left, if it still ``is_wanted``."""
         push()
 
     def memory_free(self, key: Hashable) -> None:

@@ -73,17 +73,22 @@ class Faults(Hooks):
             holds_pages=any(fault.kind in STATE for fault in faults),
         )
 
-    def before_tail(self, key: Hashable, push: Callable[[], None]) -> None:
+    def before_tail(self, key: Hashable, push: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
         """The tail goes after the damage to it, which may wait for another room."""
         room = self._rooms[key]
-        room.task = asyncio.create_task(self._damage(key, room, push))
+        room.task = asyncio.create_task(self._damage(key, room, push, is_wanted))
 
-    async def _damage(self, key: Hashable, room: _Room, push: Callable[[], None]) -> None:
+    async def _damage(
+        self, key: Hashable, room: _Room, push: Callable[[], None], is_wanted: Callable[[], bool]
+    ) -> None:
         try:
             await self._pool.wait_for_partner(key)
             unsent = (FaultKind.DROP, Place.PLAN)
             faults = [f for f in room.faults if f.place in (Place.PLAN, Place.WIRE) and (f.kind, f.place) != unsent]
-            for damage in await self._rows.make(faults, room.n, room.placement):
+            damages = await self._rows.make(faults, room.n, room.placement)
+            if not is_wanted():
+                return  # the memory may be scrubbed already
+            for damage in damages:
                 if damage.fault.place is Place.WIRE:
                     self._arm(key, damage.fault, damage.parts)
                 else:

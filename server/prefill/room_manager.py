@@ -355,7 +355,8 @@ class PrefillRoomManager:
             case PushPages() if req.outgoing is not None:
                 self._push(req, req.outgoing.push_pages(action.n_computed, self._transfer_deadline()))
             case PushTail() if req.outgoing is not None:
-                self._hooks.before_tail(req.key, partial(self._push_tail, req, req.outgoing))
+                push = partial(self._push_tail, req, req.outgoing)
+                self._hooks.before_tail(req.key, push, lambda: req.room.phase is PrefillPhase.TRANSFER)
             case CancelEngine():
                 self._submit_command(Cancel(req.key))
             case CancelPush():
