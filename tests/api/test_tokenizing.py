@@ -249,7 +249,7 @@ def test_a_client_that_goes_away_ends_the_work(server_url: str, tokenizer: Watch
             connection.send(post_json(COMPLETIONS, {"prompt": LONG}))
             assert tokenizer.encoder.begun.wait(WITHIN_S)
         with contextlib.suppress(TimeoutError):
-            wait.until(lambda: not is_running(pid), 10, "the process ends")
+            wait.until(lambda: not is_running(pid), 2, "the process ends")
     assert backend.generations == []
     answer = httpx.post(f"{server_url}{COMPLETIONS}", json={"prompt": LONG, "max_tokens": 1}, timeout=WITHIN_S)
     assert answer.status_code == 200

@@ -148,6 +148,7 @@ def test_batches_go_on_beside_one_that_hangs(link: Link, results: Results) -> No
     link.sender.send(make_job(link.pieces(1, 50), key="other"))
     result = results.next()
     assert (result.key, result.outcome, result.quiesced) == ("other", SendOutcome.APPLIED, True)
+    link.engine.release()
 
 
 def test_the_deadline_answers_at_once_and_the_pieces_are_polled_to_their_end(link: Link, results: Results) -> None:

@@ -70,7 +70,7 @@ CODES = {
 }
 """All failures that clients may meet: what hits one room hits no other."""
 SEEDS_A_BLOCK = 6
-N_BLOCKS = 4
+N_BLOCKS = 2
 N_BLOCKS_FULL = 50
 
 
