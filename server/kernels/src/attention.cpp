@@ -24,6 +24,7 @@
 #include "norm.h"
 #include "parallel.h"
 #include "pools.h"
+#include "status.h"
 
 namespace kernels {
 namespace {
@@ -93,7 +94,8 @@ int64_t list_compressed(const Rows<T>& rows, int64_t row, const float* turns, co
     for (int h = 0; h < layer.index_heads; h++)
         rotate(query + (h + 1) * layer.index_dim - layer.rope_dim, turns, layer.rope_dim);
     const float* weights = rows.y + row * layer.in_proj.out + layer.q_rank + layer.head_dim;
-    pick_entries(layer, query, weights, pages, visible, work.indexer, work.picked);
+    score_entries(layer, query, weights, pages, visible, work.indexer);
+    pick_best(work.indexer.scores, visible, read, work.indexer.ranks, work.picked);
     list_entries(layer.compressor.entries, pages, visible, work.entries);
     for (int64_t i = 0; i < read; i++) out[i] = work.entries[work.picked[i]];
     return read;
@@ -252,3 +254,12 @@ void write_window(const Attention& layer, const RopeTable& main, const RopeTable
 }
 
 }  // namespace kernels
+
+int32_t kernels_attention(const Attention* layer, const RopeTable* main, const RopeTable* compress, const Step* step,
+                          const float* x, float* out) {
+    return kernels::guarded([&] {
+        const kernels::Borrowed scratch;
+        kernels::attention(*layer, *main, *compress, *step, x, out, *scratch);
+        return OK;
+    });
+}

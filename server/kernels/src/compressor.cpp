@@ -11,6 +11,7 @@
 #include "norm.h"
 #include "parallel.h"
 #include "pools.h"
+#include "status.h"
 
 namespace kernels {
 namespace {
@@ -109,3 +110,12 @@ void compress(const Compressor& compressor, const RopeTable& rope, int rope_dim,
 }
 
 }  // namespace kernels
+
+int32_t kernels_compress(const Compressor* compressor, const RopeTable* rope, int32_t rope_dim, const Step* step,
+                         const float* projected, int64_t stride) {
+    return kernels::guarded([&] {
+        const kernels::Borrowed scratch;
+        kernels::compress(*compressor, *rope, rope_dim, *step, projected, stride, *scratch);
+        return OK;
+    });
+}

@@ -11,3 +11,11 @@ void compress(const Compressor& compressor, const RopeTable& rope, int rope_dim,
               const float* projected, int64_t stride, Scratch& scratch);
 
 }  // namespace kernels
+
+#pragma GCC visibility push(default)
+extern "C" {
+// One compressor by itself.
+int32_t kernels_compress(const Compressor* compressor, const RopeTable* rope, int32_t rope_dim, const Step* step,
+                         const float* projected, int64_t stride);
+}
+#pragma GCC visibility pop

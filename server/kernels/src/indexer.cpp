@@ -9,6 +9,7 @@
 
 #include "norm.h"
 #include "pools.h"
+#include "status.h"
 #include "sums.h"
 
 namespace kernels {
@@ -124,8 +125,8 @@ void pick_best(const float* scores, int64_t n, int64_t k, uint32_t* ranks, int64
     }
 }
 
-void pick_entries(const Attention& layer, const float* query, const float* weights, const int64_t* pages,
-                  int64_t visible, const IndexerWork& work, int64_t* picked) {
+void score_entries(const Attention& layer, const float* query, const float* weights, const int64_t* pages,
+                   int64_t visible, const IndexerWork& work) {
     const Pool& pool = layer.indexer.entries;
     lay_out(layer, query, weights, work);
     for (int64_t first = 0; first < visible; first += KEYS) {
@@ -134,7 +135,27 @@ void pick_entries(const Attention& layer, const float* query, const float* weigh
             keys[k] = key_at(pool, pages, std::min(first + k, visible - 1), work.keys + k * layer.index_dim);
         score_keys(layer, keys, work, work.scores + first);
     }
-    pick_best(work.scores, visible, layer.index_topk, work.ranks, picked);
 }
 
 }  // namespace kernels
+
+using namespace kernels;
+
+int32_t kernels_score_entries(const Attention* layer, const float* query, const float* weights, const int64_t* pages,
+                              int64_t visible, float* scores) {
+    return guarded([&] {
+        const Borrowed scratch;
+        const IndexerWork work(*layer, visible, *scratch);
+        score_entries(*layer, query, weights, pages, visible, work);
+        std::copy(work.scores, work.scores + visible, scores);
+        return OK;
+    });
+}
+
+int32_t kernels_pick_best(const float* scores, int64_t n, int64_t k, int64_t* picked) {
+    return guarded([&] {
+        const Borrowed scratch;
+        pick_best(scores, n, k, (*scratch).array<uint32_t>(n), picked);
+        return OK;
+    });
+}
