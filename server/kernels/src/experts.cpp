@@ -58,14 +58,15 @@ void sort_picks(const Experts& layer, const int32_t* ids, const float* weights, 
 }
 
 // Rows that experts compute: those of the picks, which lie together by expert, and every row for the shared expert.
+template <class T>
 struct ExpertRows {
-    float *picked, *shared;
+    T *picked, *shared;
     int64_t stride;
 };
 
 // Every expert's matrix times its rows.
-void map_rows(const Experts& layer, const Matrix* matrices, const int64_t* first, int64_t rows, const ExpertRows& in,
-              const ExpertRows& out, int threads, Product* products) {
+void map_rows(const Experts& layer, const Matrix* matrices, const int64_t* first, int64_t rows,
+              const ExpertRows<const float>& in, const ExpertRows<float>& out, int threads, Product* products) {
     int64_t used = 0;
     for (int e = 0; e < layer.experts; e++) {
         const int64_t at = first[e], mine = first[e + 1] - at;
@@ -131,16 +132,15 @@ void experts(const Experts& layer, const int64_t* tokens, const float* x, int64_
         std::copy_n(x + picks[p].row * hidden, hidden, inputs + p * hidden);
 
 
-    float* const both = scratch.floats((count + rows) * 2 * inner);
-    const ExpertRows x_rows{inputs, const_cast<float*>(x), hidden};
-    const ExpertRows act{both, both + count * 2 * inner, 2 * inner};
-    const ExpertRows outputs{scratch.floats(count * hidden), out, hidden};
+    float* const both = scratch.floats((count + rows) * 2 * inner);  // w1 x and w3 x, then the activations
+    const int64_t wide = 2 * inner;
+    const ExpertRows<float> outputs{scratch.floats(count * hidden), out, hidden};
     Product* const products = scratch.array<Product>(n + 1);
-    map_rows(layer, layer.up, first, rows, x_rows, act, threads, products);
+    map_rows(layer, layer.up, first, rows, {inputs, x, hidden}, {both, both + count * wide, wide}, threads, products);
     parallel_for(count + rows, (count + rows) * inner * 8, threads, [&](int64_t p) {
-        swiglu(both + p * 2 * inner, layer.inner, layer.limit, p < count ? picks[p].weight : 1.0f);
+        swiglu(both + p * wide, layer.inner, layer.limit, p < count ? picks[p].weight : 1.0f);
     });
-    map_rows(layer, layer.down, first, rows, act, outputs, threads, products);
+    map_rows(layer, layer.down, first, rows, {both, both + count * wide, wide}, outputs, threads, products);
 
     // Picks are in the order of experts, so each row meets its own in ascending order.
     const float** const mine = scratch.array<const float*>(count);
