@@ -38,10 +38,10 @@ void swiglu(float* both, int inner, float limit, float weight) {
     float *const gate = both, *const up = both + inner;
     const Lanes most = splat(limit > 0.0f ? limit : INF), least = splat(limit > 0.0f ? -limit : -INF);
     for (int i = 0; i < inner; i += LANES) {
-        const Lanes g = min(load_up_to(gate + i, inner - i), most);
-        const Lanes u = max(min(load_up_to(up + i, inner - i), most), least);
+        const Lanes g = min(load_first(gate + i, inner - i), most);
+        const Lanes u = max(min(load_first(up + i, inner - i), most), least);
         const Lanes act = u * g / (splat(1.0f) + exp(zeros() - g));
-        store_up_to(gate + i, act * splat(weight), inner - i);
+        store_first(gate + i, act * splat(weight), inner - i);
     }
 }
 
@@ -84,10 +84,10 @@ void add_up(const float* const* mine, const int32_t* eighth, int top_k, int hidd
         const int64_t left = hidden - d;
         Lanes sums[EIGHTHS];
         for (Lanes& sum : sums) sum = zeros();
-        for (int k = 0; k < top_k; k++) sums[eighth[k]] = sums[eighth[k]] + load_up_to(mine[k] + d, left);
+        for (int k = 0; k < top_k; k++) sums[eighth[k]] = sums[eighth[k]] + load_first(mine[k] + d, left);
         for (int half = 1; half < EIGHTHS; half *= 2)
             for (int i = 0; i < EIGHTHS; i += 2 * half) sums[i] = sums[i] + sums[i + half];
-        store_up_to(out + d, sums[0] + load_up_to(out + d, left), left);
+        store_first(out + d, sums[0] + load_first(out + d, left), left);
     }
 }
 
@@ -104,7 +104,7 @@ void route(const Experts& layer, const int64_t* tokens, const float* x, int64_t 
         int32_t* const mine = ids + r * top_k;
         float* const weight = weights + r * top_k;
         for (int64_t e = 0; e < n; e += LANES)
-            store_up_to(scores + e, sqrt(softplus(load_up_to(scores + e, n - e))), n - e);
+            store_first(scores + e, sqrt(softplus(load_first(scores + e, n - e))), n - e);
         if (layer.by_token)
             for (int64_t k = 0; k < top_k; k++) mine[k] = static_cast<int32_t>(layer.by_token[tokens[r] * top_k + k]);
         else

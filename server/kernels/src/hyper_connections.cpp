@@ -10,7 +10,7 @@ namespace kernels {
 namespace {
 
 void sigmoid_of(float* x, int n) {
-    for (int i = 0; i < n; i += LANES) store_up_to(x + i, sigmoid(load_up_to(x + i, n - i)), n - i);
+    for (int i = 0; i < n; i += LANES) store_first(x + i, sigmoid(load_first(x + i, n - i)), n - i);
 }
 
 // logits [N, N] become rows of a softmax plus eps.
@@ -18,10 +18,10 @@ void softmax_rows(float* logits, int n, float eps) {
     for (int j = 0; j < n; j++) {
         float* const row = logits + j * n;
         Lanes top = splat(-INF);
-        for (int k = 0; k < n; k += LANES) top = max(top, load_up_to(row + k, n - k, -INF));
+        for (int k = 0; k < n; k += LANES) top = max(top, load_first(row + k, n - k, -INF));
         const Lanes highest = splat(max_of(top));
         for (int k = 0; k < n; k += LANES)
-            store_up_to(row + k, exp(load_up_to(row + k, n - k) - highest), n - k);
+            store_first(row + k, exp(load_first(row + k, n - k) - highest), n - k);
         float total = 0.0f;
         for (int k = 0; k < n; k++) total += row[k];
         for (int k = 0; k < n; k++) row[k] = row[k] / total + eps;
@@ -64,10 +64,10 @@ void sinkhorn(float* comb, int any, int iterations, float eps) {
 void weighted_sum(const HyperConnection& site, const float* weights, const float* streams, float* x) {
     for (int64_t d = 0; d < site.hidden; d += LANES) {
         const int64_t left = site.hidden - d;
-        Lanes total = splat(weights[0]) * load_up_to(streams + d, left);
+        Lanes total = splat(weights[0]) * load_first(streams + d, left);
         for (int j = 1; j < site.streams; j++)
-            total = fma(splat(weights[j]), load_up_to(streams + static_cast<int64_t>(j) * site.hidden + d, left), total);
-        store_up_to(x + d, total, left);
+            total = fma(splat(weights[j]), load_first(streams + static_cast<int64_t>(j) * site.hidden + d, left), total);
+        store_first(x + d, total, left);
     }
     rms_norm(x, site.norm, site.hidden, site.norm_eps, x);
 }
@@ -104,12 +104,12 @@ void expand_row(const HyperConnection& site, const float* out, const float* stre
     for (int64_t d = 0; d < site.hidden; d += LANES) {
         const int64_t left = site.hidden - d;
         for (int k = 0; k < n; k++) {
-            Lanes total = splat(post[k]) * load_up_to(out + d, left);
+            Lanes total = splat(post[k]) * load_first(out + d, left);
             for (int j = 0; j < n; j++) {
-                const Lanes stream = load_up_to(streams + static_cast<int64_t>(j) * site.hidden + d, left);
+                const Lanes stream = load_first(streams + static_cast<int64_t>(j) * site.hidden + d, left);
                 total = fma(splat(comb[j * n + k]), stream, total);
             }
-            store_up_to(next + static_cast<int64_t>(k) * site.hidden + d, total, left);
+            store_first(next + static_cast<int64_t>(k) * site.hidden + d, total, left);
         }
     }
 }

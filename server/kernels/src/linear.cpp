@@ -94,7 +94,7 @@ inline void add_part(const Lanes (&sums)[R][C], const Output& out, bool is_first
         for (int c = 0; c < C; c++) {
             float* const at = out.at + r * out.stride + c * LANES;
             const int left = out.columns - c * LANES;
-            if (left > 0) store_up_to(at, is_first ? sums[r][c] : load_up_to(at, left) + sums[r][c], left);
+            if (left > 0) store_first(at, is_first ? sums[r][c] : load_first(at, left) + sums[r][c], left);
         }
 }
 
