@@ -38,7 +38,7 @@ from server.transfer.metrics import NodeMetrics
 from server.transfer.rooms import Deadlines
 from tests.support.waiting import until
 
-SAME = ModelIdentity("model", "tokenizer", "float32")
+SAME = ModelIdentity("model", "tokenizer", "float32", "kernels")
 Specs = tuple[ComponentSpec, ...]
 
 _ids = itertools.count()
