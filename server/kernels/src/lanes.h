@@ -232,16 +232,18 @@ inline Lanes zeros() { return splat(0.0f); }
 inline Lanes max(Lanes a, Lanes b) { return select(less(a, b) | is_nan(b), b, a); }
 inline Lanes min(Lanes a, Lanes b) { return select(less(b, a) | is_nan(b), b, a); }
 
-// The first n lanes (n <= 16) from memory; the others are `rest`.
-inline Lanes load_first(const float* p, int n, float rest = 0.0f) {
+// As many lanes as there are elements left (at least one); the others are `rest`, and are not stored.
+inline Lanes load_up_to(const float* p, int64_t left, float rest = 0.0f) {
+    if (left >= LANES) return load(p);
     float whole[LANES];
-    for (int i = 0; i < LANES; i++) whole[i] = i < n ? p[i] : rest;
+    for (int i = 0; i < LANES; i++) whole[i] = i < left ? p[i] : rest;
     return load(whole);
 }
-inline void store_first(float* p, Lanes a, int n) {
+inline void store_up_to(float* p, Lanes a, int64_t left) {
+    if (left >= LANES) return store(p, a);
     float whole[LANES];
     store(whole, a);
-    for (int i = 0; i < n; i++) p[i] = whole[i];
+    for (int i = 0; i < left; i++) p[i] = whole[i];
 }
 
 // The sum of the lanes: lane i plus lane i + 8, those plus their fourth next, their second next, their next.
