@@ -175,6 +175,4 @@ def declare(functions: ctypes.CDLL, where: str) -> None:
     for structure in STRUCTURES:
         theirs, ours = functions.kernels_sizeof(structure.__name__.encode()), ctypes.sizeof(structure)
         if theirs != ours:
-            raise AbiMismatch(
-                f"{where}: {structure.__name__} has {theirs} bytes there and {ours} here: build it again"
-            )
+            raise AbiMismatch(f"{where}: {structure.__name__} has {theirs} bytes there and {ours} here: build it again")

@@ -115,8 +115,8 @@ class NodeOptions:
 
     kernels: str = option(
         "compute",
-        "cpu: the compiled kernels; python: the model in Python, many times slower; auto: the kernels where they can be "
-        "loaded and the device is the CPU",
+        "cpu: the compiled kernels; python: the model in Python, many times slower; auto: the kernels if the device is "
+        "the CPU and they can be loaded",
         default="auto",
         choices=("auto", "cpu", "python"),
     )

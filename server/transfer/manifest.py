@@ -208,10 +208,9 @@ def compare(ours: Manifest, theirs: Manifest) -> Mismatch | None:
     """Whether the two can work together: None, or the first field that differs.
 
     Rings (``rows`` of a slot component), item counts, offsets and ``spec_tokens`` may differ: rows are paired by
-    logical position. ``transport_version`` may differ too: the engines settle that between themselves; ``kernels`` only
-    if neither side is ``deterministic``. Every component
-    that the decode side reads must be offered by the prefill side; the prefill side may offer more. A manifest whose
-    components leave its own arena is refused too.
+    logical position. ``transport_version`` may differ too: the engines settle that between themselves. ``kernels`` may
+    if neither side is ``deterministic``. Every component that the decode side reads must be offered by the prefill
+    side; the prefill side may offer more. A manifest whose components leave its own arena is refused too.
     """
     if ours.protocol_version != theirs.protocol_version:
         return Mismatch("protocol_version", str(ours.protocol_version), str(theirs.protocol_version))
