@@ -165,7 +165,7 @@ def test_every_number_is_near(both: Callable[[str], Both], case: str) -> None:
         compared.state(len(text), place)
 
     drafts = [
-        Segment([*text[-n + 1:], 9], len(text) - n, place)
+        Segment([*text[-n + 1 :], 9], len(text) - n, place)
         for text, n, place in zip(texts, (107, 3, 1), places, strict=True)
         if n > 1
     ]
