@@ -8,6 +8,9 @@ import torch
 
 from server.kernels import abi
 from server.kernels.library import KernelsUnavailable, Library, load
+from server.kernels.model import PackedModel
+from server.model.interface import LoadedModel
+from server.model.network import DeepseekV4
 
 AUTO, CPU, PYTHON = "auto", "cpu", "python"
 CHOICES = (AUTO, CPU, PYTHON)
@@ -31,6 +34,10 @@ class Kernels:
         no bit of the kernels.
         """
         return f"{self.name}-{self.version}"
+
+    def take(self, model: DeepseekV4) -> LoadedModel:
+        """``model`` as these kernels compute it. Its weights move: it must not be used any more."""
+        return model if self.library is None else PackedModel(model, self.library)
 
 
 def choose_kernels(wanted: str, device: str) -> Kernels:

@@ -26,7 +26,6 @@ from server.engine.tokenizer import Tokenizer
 from server.faults.injection import hooks_of
 from server.faults.spec import FaultSet
 from server.kernels.choice import Kernels, choose_kernels
-from server.kernels.model import PackedModel
 from server.model.config import CheckpointError
 from server.model.interface import LoadedModel
 from server.model.loader import load_model, model_fingerprint
@@ -245,7 +244,7 @@ def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> Loade
         deterministic=options.deterministic,
         draft=draft,
     )
-    return model if kernels.library is None else PackedModel(model, kernels.library)
+    return kernels.take(model)
 
 
 def _load_tokenizer(model: Path, default_max_tokens: int) -> Tokenizer:

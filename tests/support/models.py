@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from server.kernels.choice import choose_kernels
-from server.kernels.model import PackedModel
 from server.model.interface import LoadedModel
 from server.model.loader import load_model
 
@@ -20,5 +19,4 @@ def load(path: Path, kernels: str = "auto", *, dtype: torch.dtype = torch.float3
     chosen = choose_kernels("auto" if kernels == "cpu" else kernels, "cpu")
     if kernels == "cpu" and chosen.library is None:
         pytest.skip(chosen.reason)
-    model = load_model(path, dtype=dtype, draft=draft)
-    return model if chosen.library is None else PackedModel(model, chosen.library)
+    return chosen.take(load_model(path, dtype=dtype, draft=draft))
