@@ -69,7 +69,9 @@ def layers_of(tmp_path_factory: pytest.TempPathFactory) -> LayersOf:
     return make
 
 
-def run(layers: Layers, layer: int, x: torch.Tensor, chunk: int, place: Placement = PLACE, threads: int = 1) -> torch.Tensor:
+def run(
+    layers: Layers, layer: int, x: torch.Tensor, chunk: int, place: Placement = PLACE, threads: int = 1
+) -> torch.Tensor:
     """The kernel's output of a whole prompt, in chunks."""
     parts = [
         layers.kernel(layer, rows, [Segment([0] * len(rows), chunk * i, place)], threads)
@@ -115,8 +117,15 @@ def test_chunks_and_threads_change_no_bit(layers_of: LayersOf, case: str, layer:
     x = layers.random_rows(N)
     whole = run(layers, layer, x, N)
     state = layers.kernel_state(layer, N, PLACE)
-    for chunk, threads, place in ((1, 1, (1, (1, 4))), (7, 2, (4, (9, 2))), (64, 3, (5, (7, 8))), (256, 2, (6, (12, 11)))):
-        assert torch.equal(bits(whole), bits(run(layers, layer, x, chunk, Placement(*place), threads))), f"chunk {chunk}"
+    for chunk, threads, place in (
+        (1, 1, (1, (1, 4))),
+        (7, 2, (4, (9, 2))),
+        (64, 3, (5, (7, 8))),
+        (256, 2, (6, (12, 11))),
+    ):
+        assert torch.equal(bits(whole), bits(run(layers, layer, x, chunk, Placement(*place), threads))), (
+            f"chunk {chunk}"
+        )
         assert layers.kernel_state(layer, N, Placement(*place)) == state, f"state after chunks of {chunk}"
 
 
@@ -200,8 +209,8 @@ def test_a_step_reads_no_later_row_and_nothing_before_valid_from(layers_of: Laye
         out = run(layers, layer, x, 30)
         assert out[:20].isfinite().all() and out[20:].isnan().all()
     layers.reset()
-    assert layers.kernel(0, x[:20], [Segment([0] * 20, 500, PLACE)])[:3].isnan().all()
-    late = [Segment([0] * 20, 500, PLACE, valid_from=500)]
+    assert layers.kernel(0, x[:20], [Segment([0] * 20, 400, PLACE)])[:3].isnan().all()
+    late = [Segment([0] * 20, 400, PLACE, valid_from=400)]
     layers.reset()
     assert layers.kernel(0, x[:20], late).isfinite().all()
     expected = layers.python(0, x[:20], late)

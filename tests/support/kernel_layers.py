@@ -17,6 +17,7 @@ from server.kernels.plan import StepPlan
 from server.kernels.rope import RopeBlocks
 from server.model.attention import RopeSet
 from server.model.batch import Segment, build_batch
+from server.model.config import CSA
 from server.model.layers import pad_rows
 from server.model.loader import load_model
 from server.model.pools import Pools
@@ -72,9 +73,7 @@ class Layers:
         return out[: len(x)].float()
 
     def kernel(self, layer: int, x: torch.Tensor, segments: Sequence[Segment], threads: int = 1) -> torch.Tensor:
-        plan = StepPlan(segments, PAGE, every_row=False, threads=threads)
-        self.main.reach(self.network.main, 0, max(plan.positions))
-        self.compress.reach(self.network.compress, 0, max(plan.positions))
+        plan = self._plan(segments, threads)
         wide = x.float().contiguous()
         out = torch.empty(len(x), self.config.hidden_size)
         network = self.network
@@ -82,6 +81,36 @@ class Layers:
             "kernels_attention", network.layers[layer].attention, network.main, network.compress, plan.step, wide, out
         )
         return out
+
+    def python_compress(self, layer: int, x: torch.Tensor, segments: Sequence[Segment], *, index: bool) -> None:
+        """What a layer's compressor, or its indexer's, does with rows ``x``."""
+        tile = self.model.row_tile
+        batch = build_batch(segments, self.arena.layout, tile, torch.device("cpu"))
+        rope = RopeSet(batch, *rope_frequencies(self.config))
+        attention = self.model.layers[layer].attn
+        view = batch.csa if attention.ratio == CSA else batch.hca
+        compressor = attention.indexer.compressor if index else attention.compressor
+        compressor(pad_rows(x, tile), view, self.pools, rope.closing(view))
+
+    def kernel_compress(
+        self, layer: int, x: torch.Tensor, segments: Sequence[Segment], *, index: bool, threads: int = 1
+    ) -> None:
+        plan = self._plan(segments, threads)
+        attention = self.network.layers[layer].attention
+        columns = attention.state_proj.out
+        projected = torch.empty(len(x), columns)
+        self.kernels.call("kernels_linear", attention.state_proj, x.float().contiguous(), len(x), projected, threads)
+        compressor = attention.indexer if index else attention.compressor
+        rope_dim = self.config.rope_dim
+        self.kernels.call(
+            "kernels_compress", compressor, self.network.compress, rope_dim, plan.step, projected, columns
+        )
+
+    def _plan(self, segments: Sequence[Segment], threads: int) -> StepPlan:
+        plan = StepPlan(segments, PAGE, every_row=False, threads=threads)
+        self.main.reach(self.network.main, 0, max(plan.positions))
+        self.compress.reach(self.network.compress, 0, max(plan.positions))
+        return plan
 
     def rows(self, arena: Arena, name: str, layer: int) -> torch.Tensor:
         """Memory of ``arena``: one layer's part of component ``name``, ``[items, rows, width]``."""
