@@ -42,7 +42,7 @@ bool has_ropes(const Network& network, const Attention& layer, int64_t position)
 bool is_run(const Step& step, int64_t row, int64_t segment) {
     return step.start[segment] >= 0 && is_below(step.valid_from[segment], step.start[segment] + 1) &&
            is_below(step.first_row[segment], row + 1) && step.segment[step.first_row[segment]] == segment &&
-           step.position[row] == step.start[segment] + row - step.first_row[segment];
+           step.position[row] - step.start[segment] == row - step.first_row[segment];
 }
 
 // Whether the segment of `row` has a page for every entry that is closed up to it.
