@@ -134,6 +134,8 @@ class KernelModel:
         row = self._detail.value
         if status == abi.Status.OUT_OF_MEMORY:
             raise MemoryError(f"no memory for a step of {plan.n_rows} rows")
+        if status == abi.Status.NO_DRAFT:
+            raise KernelsFailed("this model was loaded without its draft layer, or the arena has no window for it")
         if status not in _WORDS or not 0 <= row < plan.n_rows:
             raise KernelsFailed(f"the kernels ended a step with {abi.Status(status).name}")
         segment = plan.segments[plan.owners[row]]
@@ -148,7 +150,7 @@ class KernelModel:
 
 
 _WORDS = {
-    abi.Status.BAD_TOKEN: "token id {token} is not below the vocabulary's {vocab}",
+    abi.Status.BAD_TOKEN: "token id {token} is not one of the vocabulary's {vocab}",
     abi.Status.BAD_POSITION: "position {position} cannot be computed",
     abi.Status.BAD_SLOT: "slot {slot} is none of the arena's",
     abi.Status.BAD_PAGE: "position {position}: one of the pages {pages} is none of the arena's",

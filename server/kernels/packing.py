@@ -50,7 +50,7 @@ class _Packer:
         ratios = config.compress_ratios
         layers = (abi.Layer * len(ratios))(*(self.layer(f"layers.{i}.", ratio) for i, ratio in enumerate(ratios)))
         draft = self.draft() if self.drafts else None
-        embedding = self.keep(self.tensors.pop("embed.weight"))
+        embedding = self.copy(self.tensors.pop("embed.weight"))
         network = abi.Network(
             embedding=embedding.data_ptr(),
             head=self.head(""),
@@ -151,7 +151,7 @@ class _Packer:
             up=up,
             down=down,
             bias=None if by_token is not None else self.vector(f"{key}gate.bias"),
-            by_token=None if by_token is None else self.keep(by_token).data_ptr(),
+            by_token=None if by_token is None else self.copy(by_token).data_ptr(),
             experts=config.n_routed_experts,
             top_k=config.num_experts_per_tok,
             inner=config.moe_intermediate_size,
@@ -173,9 +173,9 @@ class _Packer:
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, contiguous, for as long as the network lives."""
-        tensor = tensor.contiguous()
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that lives as long as the network. The original may be a view of the whole file."""
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
         self.memory.append(tensor)
         return tensor
 
@@ -184,7 +184,7 @@ class _Packer:
         tensor = self.tensors.pop(name)
         if tensor.dtype != torch.float32:
             raise TypeError(f"{name} is {tensor.dtype}; the kernels read it as float32")
-        return self.keep(tensor).data_ptr()
+        return self.copy(tensor).data_ptr()
 
     def matrix(self, *names: str) -> abi.Matrix:
         """The matrices ``[out, in]`` of these names, one below the other, packed as one."""
@@ -197,7 +197,8 @@ class _Packer:
         n_out, n_in = matrices[0].shape
         dtype = DTYPES[matrices[0].dtype]
         nbytes = self.library.kernels_packed_nbytes(n_out, n_in, dtype)
-        memory = self.keep(torch.empty(len(matrices), nbytes, dtype=torch.uint8))
+        memory = torch.empty(len(matrices), nbytes, dtype=torch.uint8)
+        self.memory.append(memory)
         made = [abi.Matrix() for _ in matrices]
         for matrix, place, packed in zip(matrices, memory, made, strict=True):
             source = matrix.contiguous()

@@ -26,6 +26,7 @@ from server.engine.tokenizer import Tokenizer
 from server.faults.injection import hooks_of
 from server.faults.spec import FaultSet
 from server.kernels.choice import Kernels, choose_kernels
+from server.memory import give_back
 from server.model.config import CheckpointError
 from server.model.interface import LoadedModel
 from server.model.loader import load_model, model_fingerprint
@@ -244,7 +245,9 @@ def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> Loade
         deterministic=options.deterministic,
         draft=draft,
     )
-    return kernels.take(model)
+    loaded = kernels.take(model)
+    give_back()
+    return loaded
 
 
 def _load_tokenizer(model: Path, default_max_tokens: int) -> Tokenizer:

@@ -72,7 +72,11 @@ class Site:
 def make_site(shape: tuple[int, int], iterations: int = 20) -> Site:
     n, d = shape
     torch.manual_seed(n * d)
-    python, head, norm = HyperConnection(n, d, iterations, EPS, EPS, 0), HeadCollapse(n, d, EPS, EPS, 0), RMSNorm(d, EPS)
+    python, head, norm = (
+        HyperConnection(n, d, iterations, EPS, EPS, 0),
+        HeadCollapse(n, d, EPS, EPS, 0),
+        RMSNorm(d, EPS),
+    )
     for parameter in (*python.parameters(), *head.parameters(), *norm.parameters()):
         torch.nn.init.normal_(parameter, std=0.5)
     return Site(python, head, norm, torch.randn(ROWS, n, d), torch.randn(ROWS, d))

@@ -24,7 +24,9 @@ def inputs() -> torch.Tensor:
     """Special values, then any bit pattern, then the range where e^x is finite; not a multiple of 16."""
     generator = torch.Generator().manual_seed(0)
     any_bits = torch.randint(-(2**31), 2**31, (50_003,), generator=generator, dtype=torch.int64).to(torch.int32)
-    return torch.cat([SPECIAL, any_bits.view(torch.float32), torch.empty(50_000).uniform_(-110, 95, generator=generator)])
+    return torch.cat(
+        [SPECIAL, any_bits.view(torch.float32), torch.empty(50_000).uniform_(-110, 95, generator=generator)]
+    )
 
 
 def compute(name: str, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
