@@ -13,7 +13,6 @@ import torch
 from server.cache.layout import Placement
 from server.kernels.build import Isa
 from server.model.batch import Segment
-from server.model.config import CSA
 from tests.support.checkpoints import write_checkpoint
 from tests.support.kernel_functions import EVERY_ISA, bits
 from tests.support.kernel_layers import Layers
@@ -160,8 +159,9 @@ def test_every_instruction_set_gives_the_same_bits(layers_of: LayersOf, case: st
             x[30, 1], x[200, 0] = torch.nan, torch.inf
             results.append((bits(clean), bits(run(layers, layer, x, 90)), state))
         for isa, (clean, damaged, state) in zip(EVERY_ISA, results, strict=True):
-            assert torch.equal(clean, results[0][0]) and state == results[0][2], isa
+            assert torch.equal(clean, results[0][0]), isa
             assert torch.equal(damaged, results[0][1]), isa
+            assert state == results[0][2], isa
 
 
 @pytest.mark.parametrize("isa", EVERY_ISA)
@@ -176,7 +176,8 @@ def test_a_row_that_is_not_a_number_is_seen_by_those_who_read_it(layers_of: Laye
     layers.rows(layers.kernel_arena, "swa", 0)[PLACE.slot, bad % window, 3] = value
     after = torch.cat([layers.kernel(0, x[i : i + 1], [Segment([0], i, PLACE)]) for i in range(bad + 1, 60)])
     reached = torch.arange(bad + 1, 60) < bad + window
-    assert after[reached].isnan().all() and torch.equal(after[~reached], clean[bad + 1 :][~reached])
+    assert after[reached].isnan().all()
+    assert torch.equal(after[~reached], clean[bad + 1 :][~reached])
 
 
 def test_a_poisoned_entry_is_seen(layers_of: LayersOf) -> None:
@@ -207,7 +208,8 @@ def test_a_step_reads_no_later_row_and_nothing_before_valid_from(layers_of: Laye
     for layer in LAYERS.values():
         layers.reset()
         out = run(layers, layer, x, 30)
-        assert out[:20].isfinite().all() and out[20:].isnan().all()
+        assert out[:20].isfinite().all()
+        assert out[20:].isnan().all()
     layers.reset()
     assert layers.kernel(0, x[:20], [Segment([0] * 20, 400, PLACE)])[:3].isnan().all()
     late = [Segment([0] * 20, 400, PLACE, valid_from=400)]

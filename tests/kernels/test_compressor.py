@@ -77,7 +77,7 @@ def test_entries_and_state_are_near_those_of_the_module(
 def test_a_state_that_is_not_finite_is_seen_in_its_entry_alone(
     layers_of: LayersOf, layer: int, index: bool, isa: Isa, value: float
 ) -> None:
-    """NaN in a score must not be dropped by the maximum. A score of -infinity has no weight and changes nothing else."""
+    """NaN in a score must not be dropped by the maximum; a score of -infinity has no weight."""
     layers = layers_of("nothing a multiple", isa=isa)
     entries, states = names_of(layer, index)
     width = layers.rows(layers.kernel_arena, entries, layer).shape[-1]

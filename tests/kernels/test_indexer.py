@@ -90,7 +90,8 @@ class Index:
     def formula(self) -> torch.Tensor:
         dots = (self.query.double() @ self.keys.double().T).relu()
         weights = self.weights.double() * (self.width**-0.5 * self.heads**-0.5)
-        return weights @ dots
+        scores: torch.Tensor = weights @ dots
+        return scores
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,7 +15,7 @@ from server.kernels.build import Isa
 from server.kernels.packing import pack_weights
 from server.kernels.plan import StepPlan
 from server.kernels.rope import RopeBlocks
-from server.model.attention import RopeSet
+from server.model.attention import Attention, RopeSet
 from server.model.batch import Segment, build_batch
 from server.model.config import CSA
 from server.model.layers import pad_rows
@@ -69,7 +69,7 @@ class Layers:
         tile = self.model.row_tile
         batch = build_batch(segments, self.arena.layout, tile, torch.device("cpu"))
         rope = RopeSet(batch, *rope_frequencies(self.config))
-        out: torch.Tensor = self.model.layers[layer].attn(pad_rows(x, tile), batch, self.pools, rope)
+        out: torch.Tensor = self._module(layer)(pad_rows(x, tile), batch, self.pools, rope)
         return out[: len(x)].float()
 
     def kernel(self, layer: int, x: torch.Tensor, segments: Sequence[Segment], threads: int = 1) -> torch.Tensor:
@@ -87,9 +87,11 @@ class Layers:
         tile = self.model.row_tile
         batch = build_batch(segments, self.arena.layout, tile, torch.device("cpu"))
         rope = RopeSet(batch, *rope_frequencies(self.config))
-        attention = self.model.layers[layer].attn
+        attention = self._module(layer)
         view = batch.csa if attention.ratio == CSA else batch.hca
-        compressor = attention.indexer.compressor if index else attention.compressor
+        compressor = attention.indexer.compressor if index and attention.indexer else attention.compressor
+        if view is None or compressor is None:
+            raise ValueError(f"layer {layer} compresses nothing")
         compressor(pad_rows(x, tile), view, self.pools, rope.closing(view))
 
     def kernel_compress(
@@ -105,6 +107,12 @@ class Layers:
         self.kernels.call(
             "kernels_compress", compressor, self.network.compress, rope_dim, plan.step, projected, columns
         )
+
+    def _module(self, layer: int) -> Attention:
+        attention = self.model.layers[layer].attn
+        if not isinstance(attention, Attention):
+            raise TypeError(f"layer {layer} has no attention")
+        return attention
 
     def _plan(self, segments: Sequence[Segment], threads: int) -> StepPlan:
         plan = StepPlan(segments, PAGE, every_row=False, threads=threads)
