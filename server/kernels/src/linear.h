@@ -1,0 +1,33 @@
+// Linear maps: x [rows, in] times a weight [out, in] transposed -> [rows, out], fp32; weights fp32 or bf16.
+//
+// Packed form: panels of 64 columns (outputs), the last one as many sixteens as are left. A panel of width w is
+// [in, w] in fp32, or [in / 2 rounded up, w, 2] in bf16: a number and its neighbour along `in` share 32 bits.
+// Columns and rows that only fill up are zero and are not stored to.
+//
+// The rule that keeps bits fixed: `in` is cut into parts of PART elements. Inside a part an output is one chain of
+// fused multiply-adds in ascending order that starts with 0; the parts are added in ascending order. Rows, panels,
+// threads and the width of a register change who computes a chain, never the chain.
+#pragma once
+#include "kernels.h"
+
+namespace kernels {
+
+constexpr int PANEL = 64;
+constexpr int PART = 128;
+
+// out[r * out_stride + o] for every row and output. Strides are in elements. x and out may not overlap.
+void linear(const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* out, int64_t out_stride,
+            int threads);
+
+inline Matrix group_of(const GroupedMatrix& weight, int group) {
+    Matrix one = weight.first;
+    one.data = static_cast<const char*>(one.data) + group * weight.stride;
+    return one;
+}
+
+}  // namespace kernels
+
+extern "C" {
+// One map by itself: x [rows, in] -> out [rows, out].
+int32_t kernels_linear(const Matrix* weight, const float* x, int64_t rows, float* out, int32_t threads);
+}
