@@ -30,7 +30,7 @@ import torch
 import xxhash
 
 from server.engine.request import SamplingParams, TokenLogprob
-from server.kernels.sampling import EDIT, SampleKernel, pack_row
+from server.kernels.sampling import EDIT, ROW, SampleKernel
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would leave nothing but ties."""
@@ -41,6 +41,7 @@ BEST_WEIGHT = 1 << 30
 DRAW_BITS = 53
 _MASK64 = (1 << 64) - 1
 _LOG2_E = 1.4426950408889634
+_NO_PENALTIES = (1.0, 0.0, 0.0)
 _POWER_OF_TWO = tuple(
     np.float32(c)
     for c in (0.0013264735462144017, 0.00967151764780283, 0.05550733953714371, 0.24022242426872253, 0.6931470036506653, 1)
@@ -118,8 +119,7 @@ def sample(
         raise ValueError(f"{logits.shape[0]} rows of logits but {len(rows)} rows of sampling parameters.")
     if not rows:
         return []
-    logits = logits.detach()
-    return _sample_in_python(logits, rows) if kernel is None else _sample_in_kernel(logits, rows, kernel)
+    return _sample_in_kernel(logits, rows, kernel) if kernel else _sample_in_python(logits.detach(), rows)
 
 
 def uniform(seed: int, position: int, purpose: str = CHOOSE) -> float:
@@ -142,21 +142,20 @@ def _scale(temperature: float) -> float:
 
 
 def _sample_in_kernel(logits: torch.Tensor, rows: Sequence[RowSampling], kernel: SampleKernel) -> list[TokenLogprob]:
-    if logits.dtype != torch.float32 or logits.device.type != "cpu" or logits.stride(1) != 1:
+    if logits.dtype != torch.float32 or not logits.is_cpu or logits.stride(1) != 1:
         logits = logits.to(device="cpu", dtype=torch.float32).contiguous()
     packed, alive, max_alternatives = [], [], 0
     for row in rows:
-        params = row.params
-        address, n_edits, penalties = 0, 0, (1.0, 0.0, 0.0)
+        params, address, n_edits, penalties = row.params, 0, 0, _NO_PENALTIES
         if (edits := row.all_edits()) is not None:
             alive.append(edits)
             address, n_edits = edits.table.ctypes.data, len(edits.table)
             penalties = (edits.repetition, edits.presence, edits.frequency)
+        draw, scale = (0, 0.0) if row.is_greedy else (draw_bits(row.seed, row.position), _scale(params.temperature))
         n_top = -1 if params.logprobs is None else params.logprobs
         max_alternatives = max(max_alternatives, n_top)
-        draw, scale = (0, 0.0) if row.is_greedy else (draw_bits(row.seed, row.position), _scale(params.temperature))
         packed.append(
-            pack_row(address, draw, params.top_p, row.min_p, scale, *penalties, n_edits, params.top_k, n_top, 0)
+            ROW.pack(address, draw, params.top_p, row.min_p, scale, *penalties, n_edits, params.top_k, n_top, 0)
         )
     choices, tops = kernel(logits, packed, max_alternatives)
     if bad := tuple(i for i, (token_id, _) in enumerate(choices) if token_id < 0):

@@ -11,7 +11,7 @@
 
 namespace kernels {
 
-constexpr int BLOCK = 128;
+constexpr int BLOCK = 256;
 
 struct Ranked {
     float value;

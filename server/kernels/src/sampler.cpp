@@ -41,7 +41,7 @@ int32_t least_weight(const SampleRow& params) {
 void set_weights(Ranked* tokens, int32_t count, const ScannedRow& row, const SampleRow& params) {
     const int32_t least = least_weight(params);
     for (int32_t i = 0; i < count; i++) {
-        const int32_t weight = weight_of(tokens[i].value, row.best, params.scale);
+        const int32_t weight = weight_of(exponent_of(tokens[i].value, row.best, params.scale));
         tokens[i].weight = weight < least ? 0 : weight;
     }
 }
@@ -97,21 +97,30 @@ void fill(Buckets& buckets) {
     const ScannedRow& row = buckets.row;
     const float best = row.best, scale = buckets.params.scale, per_unit = buckets.per_unit;
     const int32_t least = least_weight(buckets.params);
+    uint64_t sums[2][BUCKETS] = {};  // two, because an addition waits for the last one to the same place
     for (int32_t b = 0; b < row.n_blocks; b++) {
         if (exponent_of(row.block_best[b], best, scale) <= LOWEST_EXPONENT) continue;
         const float* block = row.values + b * BLOCK;
         const int32_t length = row.length(b);
-        int32_t weight[BLOCK], bucket[BLOCK];
+        uint32_t weight[BLOCK + 1], bucket[BLOCK + 1];
 #pragma omp simd
         for (int32_t i = 0; i < length; i++) {
-            const int32_t w = weight_of(block[i], best, scale);
+            const int32_t w = weight_of(exponent_of(block[i], best, scale));
             const float t = (best - block[i]) * per_unit;
-            weight[i] = w < least ? 0 : w;
-            bucket[i] = static_cast<int32_t>(t < BUCKETS - 1.0f ? t : BUCKETS - 1.0f);
+            const int32_t k = static_cast<int32_t>(t < BUCKETS - 1.0f ? t : BUCKETS - 1.0f);
+            weight[i] = static_cast<uint32_t>(w < least ? 0 : w);
+            bucket[i] = static_cast<uint32_t>(w == 0 ? i : k);
         }
-        for (int32_t i = 0; i < length; i++) buckets.weights[bucket[i]] += weight[i];
+        weight[length] = bucket[length] = 0;
+        for (int32_t i = 0; i < length; i += 2) {
+            sums[0][bucket[i]] += weight[i];
+            sums[1][bucket[i + 1]] += weight[i + 1];
+        }
     }
-    for (const int64_t sum : buckets.weights) buckets.total += sum;
+    for (int i = 0; i < BUCKETS; i++) {
+        buckets.weights[i] = static_cast<int64_t>(sums[0][i] + sums[1][i]);
+        buckets.total += buckets.weights[i];
+    }
 }
 
 // The first place of the whole row whose cumulative weight is above `point` (below the total).
@@ -195,14 +204,14 @@ SampleChoice choose(const float* logits, int32_t vocab, const SampleRow& params,
 }  // namespace
 }  // namespace kernels
 
-int32_t kernels_sample(const float* logits, int64_t row_stride, int32_t n_rows, int32_t vocab, const SampleRow* rows,
-                       SampleChoice* choices, SampleAlternative* alternatives, int32_t max_alternatives,
-                       int32_t threads) {
+int32_t kernels_sample(const SampleCall* call) {
     int32_t status = OK;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(max : status) if (threads > 1 && n_rows > 1)
-    for (int32_t i = 0; i < n_rows; i++) {
+    const int32_t n = call->n_rows;
+#pragma omp parallel for num_threads(call->threads) schedule(dynamic) reduction(max : status) if (call->threads > 1 && n > 1)
+    for (int32_t i = 0; i < n; i++) {
         const int32_t outcome = kernels::guarded([&] {
-            choices[i] = kernels::choose(logits + i * row_stride, vocab, rows[i], alternatives + i * max_alternatives);
+            call->choices[i] = kernels::choose(call->logits + i * call->row_stride, call->vocab, call->rows[i],
+                                               call->alternatives + static_cast<int64_t>(i) * call->max_alternatives);
             return static_cast<int32_t>(OK);
         });
         status = std::max(status, outcome);

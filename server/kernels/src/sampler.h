@@ -36,11 +36,17 @@ struct SampleAlternative {
     double logprob;
 };
 
-// logits [n_rows, vocab] fp32, rows `row_stride` elements apart; `alternatives` [n_rows, max_alternatives], of which row
-// i fills min(n_top, vocab). Returns a Status of kernels.h.
-int32_t kernels_sample(const float* logits, int64_t row_stride, int32_t n_rows, int32_t vocab, const SampleRow* rows,
-                       SampleChoice* choices, SampleAlternative* alternatives, int32_t max_alternatives,
-                       int32_t threads);
+struct SampleCall {
+    const float* logits;  // [n_rows, vocab], rows `row_stride` elements apart
+    int64_t row_stride;
+    const SampleRow* rows;
+    SampleChoice* choices;
+    SampleAlternative* alternatives;  // [n_rows, max_alternatives]: row i fills min(n_top, vocab)
+    int32_t n_rows, vocab, max_alternatives, threads;
+};
+
+// Returns a Status of kernels.h.
+int32_t kernels_sample(const SampleCall* call);
 
 }  // extern "C"
 #pragma GCC visibility pop

@@ -21,10 +21,9 @@ inline float exponent_of(float value, float best, float scale) {
     return x < LOWEST_EXPONENT ? LOWEST_EXPONENT : x;
 }
 
-inline int32_t weight_of(float value, float best, float scale) {
-    const float x = exponent_of(value, best, scale);
-    const float shift = 12582912.0f;  // 1.5 2^23: adding and taking it away rounds to an integer
-    const float n = (x + shift) - shift;
+// `x` is an exponent_of.
+inline int32_t weight_of(float x) {
+    const float n = std::rint(x);
     const float f = x - n;  // -0.5 .. 0.5
     float p = 0.0013264735462144017f;  // 2^f within 1.6e-7: the best polynomial of degree 5 that is 1 at 0
     p = p * f + 0.00967151764780283f;
@@ -33,9 +32,7 @@ inline int32_t weight_of(float value, float best, float scale) {
     p = p * f + 0.6931470036506653f;
     p = p * f + 1.0f;
     const uint32_t power = static_cast<uint32_t>(static_cast<int32_t>(n) + 30) << 23;
-    const float scaled = float_of_bits(bits_of_float(p) + power);
-    // Below 2^23 the addition rounds it, above it is whole already.
-    return static_cast<int32_t>(scaled < 8388608.0f ? (scaled + 8388608.0f) - 8388608.0f : scaled);
+    return static_cast<int32_t>(std::rint(float_of_bits(bits_of_float(p) + power)));
 }
 
 }  // namespace kernels
