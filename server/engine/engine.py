@@ -42,7 +42,7 @@ from server.engine.speculation import DraftState, accepted, propose
 from server.engine.stopping import OutputProcessor
 from server.failure import Failure
 from server.model.batch import Segment
-from server.model.network import ForwardOutput
+from server.model.interface import ForwardOutput
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Engine(threading.Thread):
             raise TimeoutError(f"the engine thread did not stop within {timeout_s} s")
 
     def run(self) -> None:
-        torch.set_num_threads(self._threads)
+        self._runner.set_threads(self._threads)
         try:
             while not self._stopping:
                 self._take_commands()

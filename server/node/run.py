@@ -29,6 +29,7 @@ from server.cache.specs import LayoutError
 from server.engine.engine import Engine
 from server.failure import RequestFailed
 from server.faults.spec import FaultError
+from server.kernels.library import KernelsUnavailable
 from server.model.config import CheckpointError
 from server.node.base import BaseNode
 from server.node.logs import open_standard_streams, process_log
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 STARTUP_ERRORS = (
     AuthError,
     CheckpointError,
+    KernelsUnavailable,
     LayoutError,
     PortError,
     TransferError,

@@ -106,7 +106,9 @@ def test_a_compiler_that_hangs_is_ended(sources: Path, tmp_path: Path, monkeypat
         build([GENERIC], sources=sources, folder=tmp_path / "built")
 
 
-@pytest.mark.parametrize(("named", "reason"), [("absent-compiler -x", "absent-compiler is not installed"), ("", "CXX is empty")])
+@pytest.mark.parametrize(
+    ("named", "reason"), [("absent-compiler -x", "absent-compiler is not installed"), ("", "CXX is empty")]
+)
 def test_no_compiler_is_an_error_of_its_own(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, reason: str
 ) -> None:

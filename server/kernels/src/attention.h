@@ -15,3 +15,11 @@ void write_window(const Attention& layer, const RopeTable& main, const RopeTable
                   const float* x, Scratch& scratch);
 
 }  // namespace kernels
+
+#pragma GCC visibility push(default)
+extern "C" {
+// One layer's attention by itself.
+int32_t kernels_attention(const Attention* layer, const RopeTable* main, const RopeTable* compress, const Step* step,
+                          const float* x, float* out);
+}
+#pragma GCC visibility pop

@@ -232,13 +232,15 @@ inline Lanes zeros() { return splat(0.0f); }
 inline Lanes max(Lanes a, Lanes b) { return select(less(a, b) | is_nan(b), b, a); }
 inline Lanes min(Lanes a, Lanes b) { return select(less(b, a) | is_nan(b), b, a); }
 
-// The first n lanes (n <= 16) from memory; the others are `rest`.
-inline Lanes load_first(const float* p, int n, float rest = 0.0f) {
+// The first n lanes, which from 16 on are all. The others are `rest`, and are not stored.
+inline Lanes load_first(const float* p, int64_t n, float rest = 0.0f) {
+    if (n >= LANES) return load(p);
     float whole[LANES];
     for (int i = 0; i < LANES; i++) whole[i] = i < n ? p[i] : rest;
     return load(whole);
 }
-inline void store_first(float* p, Lanes a, int n) {
+inline void store_first(float* p, Lanes a, int64_t n) {
+    if (n >= LANES) return store(p, a);
     float whole[LANES];
     store(whole, a);
     for (int i = 0; i < n; i++) p[i] = whole[i];

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "lanes.h"
+#include "parallel.h"
 #include "status.h"
 
 namespace kernels {
@@ -11,7 +12,6 @@ namespace {
 constexpr int TILE_ROWS = 6;    // rows of a tile: as many accumulators as there are registers
 constexpr int BLOCK_ROWS = 96;  // rows that a thread takes at a time
 constexpr int EXPAND_ROWS = 13;  // from so many rows on, bf16 weights are expanded once for all of them
-constexpr int64_t PARALLEL_WORK = 1 << 18;  // multiply-adds below which a second thread costs more than it brings
 
 // Sixteens of columns that a tile of R rows takes at once.
 constexpr int tile_columns(int rows) {
@@ -94,10 +94,7 @@ inline void add_part(const Lanes (&sums)[R][C], const Output& out, bool is_first
         for (int c = 0; c < C; c++) {
             float* const at = out.at + r * out.stride + c * LANES;
             const int left = out.columns - c * LANES;
-            if (left >= LANES)
-                store(at, is_first ? sums[r][c] : load(at) + sums[r][c]);
-            else if (left > 0)
-                store_first(at, is_first ? sums[r][c] : load_first(at, left) + sums[r][c], left);
+            if (left > 0) store_first(at, is_first ? sums[r][c] : load_first(at, left) + sums[r][c], left);
         }
 }
 
@@ -198,31 +195,45 @@ int64_t element_nbytes(int32_t dtype) { return dtype == BF16 ? 2 : 4; }
 // Rows of `in` in the packed form: bf16 stores them in pairs.
 int64_t packed_rows(int32_t in, int32_t dtype) { return dtype == BF16 ? padded(in, 2) : in; }
 
+int64_t n_panels(const Matrix& weight) { return (weight.out + PANEL - 1) / PANEL; }
+int64_t n_blocks(int64_t rows) { return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
+
+// One panel for one block of rows: what a thread does at a time.
+void panel_of_rows(const Product& product, int64_t task) {
+    const Matrix& weight = *product.weight;
+    const int64_t blocks = n_blocks(product.rows), column = task / blocks * PANEL, row = task % blocks * BLOCK_ROWS;
+    const int columns = static_cast<int>(std::min<int64_t>(PANEL, weight.out - column));
+    const int width = static_cast<int>(padded(columns, LANES));
+    const int64_t rows = std::min<int64_t>(BLOCK_ROWS, product.rows - row);
+    const Input x = Input{product.x, product.x_stride}.row(row);
+    const Output out = Output{product.out + column, product.out_stride, columns}.row(row);
+    const int64_t before = column * packed_rows(weight.in, weight.dtype);
+    if (weight.dtype == BF16)
+        panel(x, rows, static_cast<const Bf16*>(weight.data) + before, width, weight.in, out);
+    else
+        panel(x, rows, static_cast<const float*>(weight.data) + before, width, weight.in, out);
+}
+
 }  // namespace
 
 void linear(const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* out, int64_t out_stride,
             int threads) {
-    const int64_t panels = (weight.out + PANEL - 1) / PANEL, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    const auto compute = [&](int64_t task) {
-        const int64_t column = task / blocks * PANEL, row = task % blocks * BLOCK_ROWS;
-        const int columns = static_cast<int>(std::min<int64_t>(PANEL, weight.out - column));
-        const int width = static_cast<int>(padded(columns, LANES));
-        const int64_t n_rows = std::min<int64_t>(BLOCK_ROWS, rows - row);
-        const Input input = Input{x, x_stride}.row(row);
-        const Output output = Output{out + column, out_stride, columns}.row(row);
-        const int64_t before = column * packed_rows(weight.in, weight.dtype);
-        if (weight.dtype == BF16)
-            panel(input, n_rows, static_cast<const Bf16*>(weight.data) + before, width, weight.in, output);
-        else
-            panel(input, n_rows, static_cast<const float*>(weight.data) + before, width, weight.in, output);
-    };
-    const int64_t tasks = panels * blocks;
-    if (threads <= 1 || tasks == 1 || rows * weight.in * weight.out < PARALLEL_WORK) {
-        for (int64_t task = 0; task < tasks; task++) compute(task);
-        return;
+    Product product{&weight, x, x_stride, rows, out, out_stride, 0};
+    linear_all(&product, 1, threads);
+}
+
+void linear_all(Product* products, int64_t count, int threads) {
+    int64_t tasks = 0, work = 0;
+    for (int64_t i = 0; i < count; i++) {
+        products[i].first_task = tasks;
+        tasks += n_panels(*products[i].weight) * n_blocks(products[i].rows);
+        work += products[i].rows * products[i].weight->in * products[i].weight->out;
     }
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t task = 0; task < tasks; task++) compute(task);
+    parallel_for(tasks, work, threads, [&](int64_t task) {
+        const auto is_before = [](int64_t wanted, const Product& product) { return wanted < product.first_task; };
+        const Product& product = *(std::upper_bound(products, products + count, task, is_before) - 1);
+        panel_of_rows(product, task - product.first_task);
+    });
 }
 
 }  // namespace kernels

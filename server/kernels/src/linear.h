@@ -15,9 +15,21 @@ namespace kernels {
 constexpr int PANEL = 64;
 constexpr int PART = 128;
 
-// out[r * out_stride + o] for every row and output. Strides are in elements. x and out may not overlap.
+// x [rows, in] -> out [rows, out]; the strides between rows are in elements. x and out may not overlap.
+struct Product {
+    const Matrix* weight;
+    const float* x;
+    int64_t x_stride, rows;
+    float* out;
+    int64_t out_stride;
+    int64_t first_task;  // set by linear_all
+};
+
 void linear(const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* out, int64_t out_stride,
             int threads);
+
+// Several maps whose panels the threads share as if they were one: experts, or the groups of an output projection.
+void linear_all(Product* products, int64_t count, int threads);
 
 inline Matrix group_of(const GroupedMatrix& weight, int group) {
     Matrix one = weight.first;
@@ -27,7 +39,9 @@ inline Matrix group_of(const GroupedMatrix& weight, int group) {
 
 }  // namespace kernels
 
+#pragma GCC visibility push(default)
 extern "C" {
 // One map by itself: x [rows, in] -> out [rows, out].
 int32_t kernels_linear(const Matrix* weight, const float* x, int64_t rows, float* out, int32_t threads);
 }
+#pragma GCC visibility pop

@@ -14,11 +14,7 @@ inline float dot(const float* a, const float* b, int64_t n) {
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES)
         for (int k = 0; k < 4; k++) sums[k] = fma(load(a + i + k * LANES), load(b + i + k * LANES), sums[k]);
-    for (int k = 0; i < n; k++, i += LANES) {
-        const int left = static_cast<int>(n - i < LANES ? n - i : LANES);
-        sums[k] = left == LANES ? fma(load(a + i), load(b + i), sums[k])
-                                : fma(load_first(a + i, left), load_first(b + i, left), sums[k]);
-    }
+    for (int k = 0; i < n; k++, i += LANES) sums[k] = fma(load_first(a + i, n - i), load_first(b + i, n - i), sums[k]);
     return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
