@@ -207,7 +207,8 @@ SampleChoice choose(const float* logits, int32_t vocab, const SampleRow& params,
 int32_t kernels_sample(const SampleCall* call) {
     int32_t status = OK;
     const int32_t n = call->n_rows;
-#pragma omp parallel for num_threads(call->threads) schedule(dynamic) reduction(max : status) if (call->threads > 1 && n > 1)
+    const bool pays = call->threads > 1 && n > 1 && call->vocab > 1 << 14;
+#pragma omp parallel for num_threads(call->threads) schedule(dynamic) reduction(max : status) if (pays)
     for (int32_t i = 0; i < n; i++) {
         const int32_t outcome = kernels::guarded([&] {
             call->choices[i] = kernels::choose(call->logits + i * call->row_stride, call->vocab, call->rows[i],
