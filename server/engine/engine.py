@@ -41,6 +41,7 @@ from server.engine.scheduler import Chunk, Scheduler, Sequence
 from server.engine.speculation import ChainStart, DraftState, accepted, propose
 from server.engine.stopping import OutputProcessor
 from server.failure import Failure
+from server.kernels.sampling import SampleKernel
 from server.model.batch import Segment
 from server.model.interface import ForwardOutput
 
@@ -56,7 +57,8 @@ class Engine(threading.Thread):
     """Continuous batching over one :class:`ModelRunner`.
 
     ``on_event`` is called in this thread for every event. ``chunk_tokens`` bounds the prompt tokens of one step,
-    ``threads`` the CPU threads of one operation. Commands may be submitted from any thread, or put into ``commands``.
+    ``threads`` the CPU threads of one operation. Tokens are chosen by ``sample_kernel``, or in numpy without one, which
+    gives the same ones. Commands may be submitted from any thread, or put into ``commands``.
     """
 
     def __init__(
@@ -70,12 +72,13 @@ class Engine(threading.Thread):
         threads: int = 1,
         spec_tokens: int = 0,
         cold_draft: bool = False,
+        sample_kernel: SampleKernel | None = None,
     ) -> None:
         super().__init__(name="engine", daemon=True)
         self._runner, self._tokenizer, self._on_event, self._threads = runner, tokenizer, on_event, threads
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue() if commands is None else commands
         self._scheduler = Scheduler(chunk_tokens)
-        self._spec_tokens, self._cold_draft = spec_tokens, cold_draft
+        self._spec_tokens, self._cold_draft, self._sample_kernel = spec_tokens, cold_draft, sample_kernel
         self._stopping = False
         if spec_tokens:
             self._check_drafting(spec_tokens)
@@ -279,13 +282,13 @@ class Engine(threading.Thread):
                 owner.append(i)
         bad: set[int] = set()
         try:
-            choices = iter(sample(logits, rows))
+            choices = iter(sample(logits, rows, self._sample_kernel))
         except NonFiniteLogits as error:
             bad = {owner[r] for r in error.rows}
             for i in bad:
                 self._fail(sequences[i], error)
             kept = [r for r, i in enumerate(owner) if i not in bad]
-            choices = iter(sample(logits[kept], [rows[r] for r in kept]))
+            choices = iter(sample(logits[kept], [rows[r] for r in kept], self._sample_kernel))
         return [None if i in bad else list(islice(choices, width)) for i, width in enumerate(widths)]
 
     def _append(self, sequence: Sequence, choices: list[TokenLogprob], *, n_proposed: int = 0) -> None:
