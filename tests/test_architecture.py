@@ -28,7 +28,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.model": ("server.model", "server.cache"),
     "server.kernels": ("server.kernels", "server.model", "server.cache"),
     "server.cache": ("server.cache", "server.failure"),
-    "server.engine": ("server.engine", "server.model", "server.cache", "server.failure"),
+    "server.engine": ("server.engine", "server.model", "server.kernels.sampling", "server.cache", "server.failure"),
     "server.transfer": ("server.transfer", "server.cache", "server.failure", "server.memory"),
     "server.faults": ("server.faults", "server.transfer", "server.cache"),
     "server.api": (

@@ -9,6 +9,7 @@ import torch
 from server.kernels import abi
 from server.kernels.library import KernelsUnavailable, Library, load
 from server.kernels.model import PackedModel
+from server.kernels.sampling import SampleKernel
 from server.model.interface import LoadedModel
 from server.model.network import DeepseekV4
 
@@ -34,6 +35,10 @@ class Kernels:
         no bit of the kernels.
         """
         return f"{self.name}-{self.version}"
+
+    def sampler(self, threads: int) -> SampleKernel | None:
+        """What chooses tokens on up to so many threads; None: numpy does."""
+        return None if self.library is None else SampleKernel(self.library.functions, threads)
 
     def take(self, model: DeepseekV4) -> LoadedModel:
         """``model`` as these kernels compute it. Its weights move: it must not be used any more."""

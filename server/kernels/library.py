@@ -22,7 +22,7 @@ CHOICE_VARIABLE = "DSV4_KERNELS_BUILD"
 CPU_INFO = Path("/proc/cpuinfo")
 
 _V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
-_NEEDED: dict[Isa, set[str]] = {
+NEEDED_FLAGS: dict[Isa, set[str]] = {
     Isa.AVX512: _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     Isa.AVX2: _V3,
     Isa.GENERIC: set(),
@@ -63,9 +63,9 @@ def cpu_flags(path: Path = CPU_INFO) -> frozenset[str]:
 
 def _best_isa(flags: frozenset[str]) -> Isa:
     for isa in isas_of_machine():
-        if _NEEDED[isa] <= flags:
+        if NEEDED_FLAGS[isa] <= flags:
             return isa
-    lacking = ", ".join(sorted(_NEEDED[isas_of_machine()[-1]] - flags))
+    lacking = ", ".join(sorted(NEEDED_FLAGS[isas_of_machine()[-1]] - flags))
     raise KernelsUnavailable(f"the kernels need a CPU with AVX2 and FMA: this one has no {lacking}")
 
 
@@ -81,7 +81,7 @@ def _forced_target() -> Target | None:
 
 @functools.cache
 def _load(target: Target, folder: Path) -> Library:
-    if lacking := _NEEDED[target.isa] - cpu_flags():
+    if lacking := NEEDED_FLAGS[target.isa] - cpu_flags():
         raise KernelsUnavailable(f"this CPU cannot run the {target.name} kernels: no {', '.join(sorted(lacking))}")
     path = library_path(target, folder=folder)
     if not path.is_file():

@@ -26,6 +26,7 @@ from server.engine.tokenizer import Tokenizer
 from server.faults.injection import hooks_of
 from server.faults.spec import FaultSet
 from server.kernels.choice import Kernels, choose_kernels
+from server.kernels.sampling import SampleKernel
 from server.memory import give_back
 from server.model.config import CheckpointError
 from server.model.interface import LoadedModel
@@ -142,6 +143,7 @@ class NodeResources:
 
     options: NodeOptions
     runner: ModelRunner
+    sample_kernel: SampleKernel | None
     tokenizer: Tokenizer
     commands: queue.SimpleQueue[Command]
     context: NodeContext
@@ -158,6 +160,7 @@ class NodeResources:
             threads=self.options.threads,
             spec_tokens=self.settings.spec_tokens,
             cold_draft=cold_draft,
+            sample_kernel=self.sample_kernel,
         )
 
 
@@ -234,7 +237,7 @@ def build_resources(
             "default_max_tokens_pages": allocator.pages_for(n_default),
         },
     )
-    return NodeResources(options, runner, tokenizer, commands, context, settings)
+    return NodeResources(options, runner, kernels.sampler(options.threads), tokenizer, commands, context, settings)
 
 
 def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> LoadedModel:
