@@ -38,7 +38,7 @@ from server.engine.request import FinishReason, TokenizerLike, TokenLogprob
 from server.engine.runner import ModelRunner
 from server.engine.sampler import NonFiniteLogits, RowSampling, sample
 from server.engine.scheduler import Chunk, Scheduler, Sequence
-from server.engine.speculation import DraftState, accepted, propose
+from server.engine.speculation import ChainStart, DraftState, accepted, propose
 from server.engine.stopping import OutputProcessor
 from server.failure import Failure
 from server.kernels.sampling import SampleKernel
@@ -176,14 +176,18 @@ class Engine(threading.Thread):
                     sequence.n_computed += n
                     if sequence.draft is not None:
                         sequence.draft = DraftState(output.streams[row : row + n], sequence.draft.valid_from)
-                    with self._failing(sequence):
+                    try:  # as self._failing, which costs as much as a token's text
                         self._append(sequence, choices[:n], n_proposed=len(draft))
+                    except Exception as error:  # noqa: BLE001  (logged with the failure)
+                        self._fail(sequence, error)
                 row += 1 + len(draft)
 
     def _draft_and_verify(self, running: list[Sequence]) -> tuple[list[list[int]], ForwardOutput]:
         """Drafts for each request (empty ones without speculation), and the target's forward over them."""
         drafts: list[list[int]] = [[] for _ in running]
-        chains = {i: start for i, s in enumerate(running) if (start := s.chain_start(self._spec_tokens)) is not None}
+        chains: dict[int, ChainStart] = {}
+        if k := self._spec_tokens:
+            chains = {i: start for i, s in enumerate(running) if (start := s.chain_start(k)) is not None}
         if chains:
             for i, draft in zip(chains, propose(self._runner, list(chains.values())), strict=True):
                 drafts[i] = draft
@@ -297,8 +301,9 @@ class Engine(threading.Thread):
         sequence.tokens.extend(ids)
         output = sequence.processor.feed(ids, choices)
         if output is not None:
-            n_accepted = len(output.token_ids) - 1 if n_proposed else 0
-            self._on_event(Output(sequence.key, replace(output, n_proposed=n_proposed, n_accepted=n_accepted)))
+            if n_proposed:
+                output = replace(output, n_proposed=n_proposed, n_accepted=len(output.token_ids) - 1)
+            self._on_event(Output(sequence.key, output))
             if output.finish_reason is not None:
                 self._finish(sequence, output.finish_reason)
 

@@ -2,56 +2,53 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from server.cache.arena import Arena
-from server.cache.layout import ArenaLayout
+from server.cache.layout import ArenaLayout, Placement
 from server.cache.specs import CacheGeometry
-from server.kernels import abi
 from server.kernels.binding import bind_weights
-from server.kernels.library import load
+from server.kernels.build import Isa
 from server.kernels.packing import pack_weights
 from server.kernels.plan import StepPlan
 from server.kernels.rope import RopeBlocks
-from server.model.attention import RopeSet
+from server.model.attention import Attention, RopeSet
 from server.model.batch import Segment, build_batch
+from server.model.config import CSA
 from server.model.layers import pad_rows
 from server.model.loader import load_model
 from server.model.pools import Pools
 from server.model.rope import rope_frequencies
 from server.model.state import state_components
+from tests.support.kernel_functions import Kernels
 
 PAGE = 256
-_POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
-
-
-def kernel_functions() -> ctypes.CDLL:
-    """The library of this machine, with the types of what only tests call."""
-    library = load().functions
-    abi.declare(library, "the library under test")
-    library.kernels_attention.argtypes = [_POINTER] * 6
-    library.kernels_compress.argtypes = [_POINTER, _POINTER, ctypes.c_int32, _POINTER, _POINTER, _INT64]
-    library.kernels_score_entries.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _INT64, _POINTER]
-    library.kernels_pick_best.argtypes = [_POINTER, _INT64, _INT64, _POINTER]
-    return library
 
 
 class Layers:
-    """The attention layers of the checkpoint in ``path``: :meth:`python` and :meth:`kernel` compute the same."""
+    """The attention layers of the checkpoint in ``path``: :meth:`python` and :meth:`kernel` compute the same.
 
-    def __init__(self, path: Path, *, spec_tokens: int = 0, pages: int = 16, poison: bool = True) -> None:
-        self.model = load_model(path)
+    ``isa`` is the instruction set of the kernels (default: this machine's best), ``dtype`` that of weights and state.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        isa: Isa | None = None,
+        dtype: torch.dtype = torch.float32,
+        spec_tokens: int = 0,
+        poison: bool = True,
+    ) -> None:
+        self.model = load_model(path, dtype=dtype)
         self.config = self.model.config
-        self.library = kernel_functions()
-        self.weights = pack_weights(load_model(path), self.library)
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        components = state_components(self.config, dtype, spec_tokens)
-        self.geometry = CacheGeometry(PAGE, pages, 8, self.config.sliding_window, spec_tokens, components)
+        self.kernels = Kernels(isa)
+        self.weights = pack_weights(load_model(path, dtype=dtype), self.kernels.functions)
+        components = state_components(self.config, str(dtype).removeprefix("torch."), spec_tokens)
+        self.geometry = CacheGeometry(PAGE, 40, 20, self.config.sliding_window, spec_tokens, components)
         self.poison = poison
         self.reset()
 
@@ -72,28 +69,67 @@ class Layers:
         tile = self.model.row_tile
         batch = build_batch(segments, self.arena.layout, tile, torch.device("cpu"))
         rope = RopeSet(batch, *rope_frequencies(self.config))
-        out: torch.Tensor = self.model.layers[layer].attn(pad_rows(x, tile), batch, self.pools, rope)
+        out: torch.Tensor = self._module(layer)(pad_rows(x, tile), batch, self.pools, rope)
         return out[: len(x)].float()
 
     def kernel(self, layer: int, x: torch.Tensor, segments: Sequence[Segment], threads: int = 1) -> torch.Tensor:
-        plan = StepPlan(segments, PAGE, every_row=False, threads=threads)
-        self.main.reach(self.network.main, 0, max(plan.positions))
-        self.compress.reach(self.network.compress, 0, max(plan.positions))
+        plan = self._plan(segments, threads)
         wide = x.float().contiguous()
         out = torch.empty(len(x), self.config.hidden_size)
-        attention, network = self.network.layers[layer].attention, self.network
-        self.call(
-            "kernels_attention", attention, network.main, network.compress, plan.step, wide.data_ptr(), out.data_ptr()
+        network = self.network
+        self.kernels.call(
+            "kernels_attention", network.layers[layer].attention, network.main, network.compress, plan.step, wide, out
         )
         return out
 
-    def call(self, name: str, *arguments: Any) -> None:
-        pointers = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments]
-        status = getattr(self.library, name)(*pointers)
-        if status != abi.Status.OK:
-            raise RuntimeError(f"{name} ended with {abi.Status(status).name}")
+    def python_compress(self, layer: int, x: torch.Tensor, segments: Sequence[Segment], *, index: bool) -> None:
+        """What a layer's compressor, or its indexer's, does with rows ``x``."""
+        tile = self.model.row_tile
+        batch = build_batch(segments, self.arena.layout, tile, torch.device("cpu"))
+        rope = RopeSet(batch, *rope_frequencies(self.config))
+        attention = self._module(layer)
+        view = batch.csa if attention.ratio == CSA else batch.hca
+        compressor = attention.indexer.compressor if index and attention.indexer else attention.compressor
+        if view is None or compressor is None:
+            raise ValueError(f"layer {layer} compresses nothing")
+        compressor(pad_rows(x, tile), view, self.pools, rope.closing(view))
 
-    def state(self, arena: Arena, name: str, layer: int) -> torch.Tensor:
-        """What ``arena`` holds of one layer in component ``name``: ``[items, rows, width]`` in fp32."""
+    def kernel_compress(
+        self, layer: int, x: torch.Tensor, segments: Sequence[Segment], *, index: bool, threads: int = 1
+    ) -> None:
+        plan = self._plan(segments, threads)
+        attention = self.network.layers[layer].attention
+        columns = attention.state_proj.out
+        projected = torch.empty(len(x), columns)
+        self.kernels.call("kernels_linear", attention.state_proj, x.float().contiguous(), len(x), projected, threads)
+        compressor = attention.indexer if index else attention.compressor
+        rope_dim = self.config.rope_dim
+        self.kernels.call(
+            "kernels_compress", compressor, self.network.compress, rope_dim, plan.step, projected, columns
+        )
+
+    def _module(self, layer: int) -> Attention:
+        attention = self.model.layers[layer].attn
+        if not isinstance(attention, Attention):
+            raise TypeError(f"layer {layer} has no attention")
+        return attention
+
+    def _plan(self, segments: Sequence[Segment], threads: int) -> StepPlan:
+        plan = StepPlan(segments, PAGE, every_row=False, threads=threads)
+        self.main.reach(self.network.main, 0, max(plan.positions))
+        self.compress.reach(self.network.compress, 0, max(plan.positions))
+        return plan
+
+    def rows(self, arena: Arena, name: str, layer: int) -> torch.Tensor:
+        """Memory of ``arena``: one layer's part of component ``name``, ``[items, rows, width]``."""
         layers = arena.layout.component(name).layer_ids
-        return arena.view(name)[:, :, layers.index(layer)].float()
+        return arena.view(name)[:, :, layers.index(layer)]
+
+    def components(self, layer: int) -> list[str]:
+        """The components that ``layer`` has a part in."""
+        return [c.name for c in self.arena.layout.components if layer in c.layer_ids]
+
+    def kernel_state(self, layer: int, n: int, place: Placement) -> dict[str, bytes]:
+        """What the kernel's arena keeps of one layer after ``n`` tokens."""
+        live = self.kernel_arena.layout.live_runs(n, place)
+        return {name: self.kernel_arena.read(live[name]) for name in self.components(layer)}
