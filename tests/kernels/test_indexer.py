@@ -33,7 +33,9 @@ def sorted_best(scores: torch.Tensor, k: int) -> list[int]:
 def test_the_best_are_those_of_a_stable_sort(n: int, isa: Isa) -> None:
     generator = torch.Generator().manual_seed(n)
     smooth = torch.randn(n, generator=generator)
-    special = torch.tensor([0.0, -0.0, 1.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-45, 3e38, -1.0])
+    nan = torch.tensor(torch.nan)  # also with a sign, as x86 makes it of infinity - infinity
+    special = torch.tensor([0.0, -0.0, 1.0, torch.inf, -torch.inf, nan, nan, 1e-45, -1e-45, 3e38, -1.0])
+    special[5] = nan.copysign(torch.tensor(-1.0))
     mixed = special[torch.randint(len(special), (n,), generator=generator)]
     coarse = (smooth * 2).round()
     for scores in (
