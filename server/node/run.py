@@ -18,7 +18,6 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from transformers.utils import logging as transformers_log
 
 from server import __version__
 from server.api import create_app
@@ -75,8 +74,6 @@ def run(prog: str, options: NodeOptions, start: Callable[[], Coroutine[Any, Any,
     """
     open_standard_streams()
     with process_log(options.log_level):
-        transformers_log.disable_default_handler()  # it writes in a format of its own
-        transformers_log.enable_propagation()
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         try:
             with _signals_end_at_once(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
