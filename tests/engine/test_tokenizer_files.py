@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,14 +130,3 @@ def test_padding_and_truncation_are_turned_off(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(tmp_path)
     assert len(tokenizer.encode("x")) == 2
     assert len(tokenizer.encode("Tom has 12 apples and buys 30 more." * 9)) > 9
-
-
-def test_a_plain_directory_needs_no_transformers() -> None:
-    """It would take a second of every start."""
-    code = (
-        "import sys; from server.engine.tokenizer import Tokenizer; from server.node.options import BUNDLED_MODEL;"
-        "t = Tokenizer.load(BUNDLED_MODEL); t.render_chat([{'role': 'user', 'content': 'x'}], {});"
-        "print('transformers' in sys.modules, 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
