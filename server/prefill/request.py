@@ -59,17 +59,18 @@ class Outgoing:
             return None
         self._pages_sent = last
         push = self._plan.full_pages(first, last)
-        return self._batch(push, self._claims.full_pages(first, last), deadline_s, last=False)
+        claimed = push if self._claims is self._plan else self._claims.full_pages(first, last)
+        return self._batch(push, claimed, deadline_s, last=False)
 
     def push_tail(self, deadline_s: float) -> Batch:
         """Everything that was not sent yet."""
-        return self._batch(
-            self._plan.tail(self._pages_sent), self._claims.tail(self._pages_sent), deadline_s, last=True
-        )
+        push = self._plan.tail(self._pages_sent)
+        claimed = push if self._claims is self._plan else self._claims.tail(self._pages_sent)
+        return self._batch(push, claimed, deadline_s, last=True)
 
     def _batch(self, push: Push, claimed: Push, deadline_s: float, *, last: bool) -> Batch:
         pieces = tuple(Piece(c.component, self._base + c.src, self._peer_base + c.dst, c.nbytes) for c in push.copies)
-        rows = tuple(self._counted(each) for each in claimed.rows)
+        rows = tuple(self._counted(each) for each in claimed.rows) if self._miscounted else claimed.rows
         if not pieces:
             return Batch(None, Pushed(None, rows, 0, last))
         self._n_batches += 1
