@@ -215,8 +215,9 @@ class RequestManager:
             self._metrics.phase("admission", req.opened_at - req.enqueued_at)
             try:
                 if link is not None:
-                    self._submit_command(Prepare(req.key, req.request))
                     self.rooms.open(req)
+                    if req.room is not None and req.room.active:
+                        self._submit_command(Prepare(req.key, req.request))
                 else:
                     self._allocator.commit(req.key)
                     self._submit_command(Generate(req.key, req.request, placement))

@@ -143,7 +143,10 @@ class Engine(threading.Thread):
                 self._stopping = True
 
     def _begin(self, command: Begin) -> None:
-        sequence = Sequence(command, self._prepared.pop(command.key, None) or self._processor(command.request))
+        prepared = (
+            self._prepared.pop(command.key) if command.key in self._prepared else self._processor(command.request)
+        )
+        sequence = Sequence(command, prepared)
         if isinstance(command, Resume):
             self._resume(sequence, command)
             return

@@ -317,8 +317,8 @@ class PrefillRoomManager:
             self._memory.give_back(req)
             self.step(req, GivenUp(failure))
             return
+        self._submit_command(command)  # first of all: the engine can begin
         self.step(req, Admitted())
-        self._submit_command(command)
         self._queue_moved()
 
     def _queue_moved(self) -> None:
