@@ -72,14 +72,14 @@ class StateDigests:
         self._take_until(self._n_pages)
         for name, runs in self._slotted:
             if runs:
-                self._parts[name][:] = _digest(self._arena, runs)
+                self._parts[name][:] = _digest(self._arena, *runs)
         return {name: xxhash.xxh3_64_intdigest(bytes(parts)) for name, parts in self._parts.items()}
 
     def _take_until(self, n_pages: int) -> None:
         for page in range(self._taken, n_pages):
             for paged in self._paged:
                 if (run := paged.run(page)) is not None:
-                    self._parts[paged.component.name] += _digest(self._arena, (run,))
+                    self._parts[paged.component.name] += _digest(self._arena, run)
         self._taken = max(self._taken, n_pages)
 
 
@@ -90,9 +90,9 @@ def live_digests(arena: Arena, n: int, placement: Placement, names: Iterable[str
     return StateDigests(arena, n, placement, names).finish()
 
 
-def _digest(arena: Arena, runs: Iterable[Run]) -> bytes:
-    """xxh3_64 over the bytes of ``runs`` in order, little-endian."""
-    digest = xxhash.xxh3_64()
+def _digest(arena: Arena, first: Run, *runs: Run) -> bytes:
+    """xxh3_64 over the bytes of the runs in order, little-endian."""
+    digest = xxhash.xxh3_64(arena.memory(first))
     for run in runs:
         digest.update(arena.memory(run))
     return digest.intdigest().to_bytes(8, "little")

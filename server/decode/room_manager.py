@@ -242,7 +242,7 @@ class DecodeRoomManager:
 
     def _check(self, req: DecodeRequest, evidence: Evidence, skipped: frozenset[Check]) -> None:
         req.skipped = skipped
-        if evidence.expected.nbytes > CHECKED_AT_ONCE_NBYTES:
+        if evidence.expected.total_nbytes > CHECKED_AT_ONCE_NBYTES:
             task = asyncio.create_task(self._check_in_thread(req, evidence))
             self._checks.add(task)
             task.add_done_callback(self._checks.discard)

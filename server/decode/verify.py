@@ -9,7 +9,8 @@ from server.cache.arena import Arena
 from server.cache.digest import StateDigests
 from server.cache.handoff import HandoffHead, packed_prompt_hash, read_head
 from server.cache.layout import Placement
-from server.cache.owners import WrongOwner
+from server.cache.live import live_positions
+from server.cache.owners import LiveItem, WrongOwner
 from server.cache.specs import HANDOFF, LayoutError
 from server.decode.room import Proof
 from server.engine.request import TokenLogprob
@@ -22,19 +23,25 @@ from server.transfer.rooms import RoomKey
 
 @dataclass(frozen=True)
 class Expected:
-    """What a room is waiting for: the state of a prompt of ``n`` tokens with ``prompt_hash``, ``nbytes`` in all.
+    """What a room is waiting for: the state of a prompt of ``n`` tokens with ``prompt_hash``.
 
-    Made when the room opens: with ``digests``, which know where the state will lie, little is left to do at its end.
+    By component, the rows ``live`` and their ``nbytes``; ``items`` are the slots and pages that they come to, and
+    ``digests`` knows where. Made when the room opens, so that little is left to do at its end.
     """
 
     arena: Arena
     placement: Placement
-    components: tuple[str, ...]
     key: RoomKey
     n: int
     prompt_hash: bytes
-    nbytes: int
+    live: dict[str, range]
+    nbytes: dict[str, int]
+    items: list[LiveItem]
     digests: StateDigests
+
+    @property
+    def total_nbytes(self) -> int:
+        return sum(self.nbytes.values())
 
     @staticmethod
     def of(
@@ -49,10 +56,19 @@ class Expected:
             n, wanted = asked.n_tokens, asked.prompt_hash
         else:
             n, wanted = len(asked.prompt) // 4, packed_prompt_hash(asked.prompt)
-        nbytes = arena.layout.live_nbytes(n)
-        digests = StateDigests(arena, n, placement, components)
-        total = sum(nbytes[name] for name in components)
-        return Expected(arena, placement, components, key, n, wanted, total, digests)
+        layout = arena.layout
+        live = live_positions(n, layout.window, components)
+        return Expected(
+            arena,
+            placement,
+            key,
+            n,
+            wanted,
+            live,
+            nbytes={name: len(rows) * layout.component(name).row_nbytes for name, rows in live.items()},
+            items=arena.owners.items_of(n, placement, components),
+            digests=StateDigests(arena, n, placement, components),
+        )
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,7 @@ def check_stamp(found: Evidence) -> Failure | None:
     """Every slot and page that rows were received into is stamped with this room."""
     try:
         expected = found.expected
-        expected.arena.owners.check(expected.n, expected.placement, expected.components, expected.key.owner)
+        expected.arena.owners.check_items(expected.items, expected.key.owner)
     except WrongOwner as error:
         return error.failure
     return None
@@ -78,13 +94,13 @@ def check_claims(found: Evidence) -> Failure | None:
     done, expected = found.done, found.expected
     if done.n != expected.n:
         return _mismatch(Check.COVERAGE, "", f"Done is for {done.n} tokens, the prompt has {expected.n}")
-    gap = check_coverage(done.sent, expected.arena.layout, expected.n, expected.components)
+    gap = check_coverage(done.sent, expected.live)
     return _mismatch(Check.COVERAGE, gap.component, gap.reason) if gap is not None else None
 
 
 def check_bytes(found: Evidence) -> Failure | None:
     """``Done`` claims this node's own byte counts."""
-    gap = check_nbytes(found.done.sent, found.expected.arena.layout, found.expected.n)
+    gap = check_nbytes(found.done.sent, found.expected.nbytes)
     return _mismatch(Check.BYTES, gap.component, gap.reason) if gap is not None else None
 
 

@@ -7,7 +7,7 @@ both sides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from server.cache.layout import ArenaLayout, Placement
@@ -160,19 +160,17 @@ class CoverageError:
     reason: str
 
 
-def check_coverage(
-    sent: Sequence[Sent], layout: ArenaLayout, n: int, components: Sequence[str]
-) -> CoverageError | None:
-    """Whether a ``Done`` covers every live row of all ``components`` exactly once.
+def check_coverage(sent: Sequence[Sent], live: Mapping[str, range]) -> CoverageError | None:
+    """Whether a ``Done`` covers every live row of all components exactly once.
 
-    The receiver's own ``layout`` and live ranges decide, never the sender's numbers.
+    The receiver's own ``live`` ranges decide, never the sender's numbers.
     """
     claims: dict[str, Sent] = {}
     for claim in sent:
         if claim.component in claims:
             return CoverageError(claim.component, "is claimed twice")
         claims[claim.component] = claim
-    for name, rows in live_positions(n, layout.window, components).items():
+    for name, rows in live.items():
         found = claims.pop(name, None)
         if found is None:
             return CoverageError(name, "is not in Done")
@@ -185,9 +183,8 @@ def check_coverage(
     return None
 
 
-def check_nbytes(sent: Sequence[Sent], layout: ArenaLayout, n: int) -> CoverageError | None:
+def check_nbytes(sent: Sequence[Sent], nbytes: Mapping[str, int]) -> CoverageError | None:
     """Whether every claim of a ``Done`` has the byte count of its component's live rows here."""
-    nbytes = layout.live_nbytes(n)
     for claim in sent:
         if claim.component in nbytes and claim.nbytes != nbytes[claim.component]:
             return CoverageError(claim.component, f"{claim.nbytes} bytes were sent, {nbytes[claim.component]} are live")
