@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from itertools import accumulate, islice
 from typing import TypeVar
@@ -29,12 +29,13 @@ from server.engine.events import (
     Output,
     Prefill,
     PrefillFinished,
+    Prepare,
     Resume,
     Scrub,
     Scrubbed,
     Stop,
 )
-from server.engine.request import FinishReason, TokenizerLike, TokenLogprob
+from server.engine.request import FinishReason, GenerationRequest, TokenizerLike, TokenLogprob
 from server.engine.runner import ModelRunner
 from server.engine.sampler import NonFiniteLogits, RowSampling, sample
 from server.engine.scheduler import Chunk, Scheduler, Sequence
@@ -76,6 +77,8 @@ class Engine(threading.Thread):
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue() if commands is None else commands
         self._scheduler = Scheduler(chunk_tokens)
         self._spec_tokens, self._cold_draft = spec_tokens, cold_draft
+        self._prepared: dict[Hashable, OutputProcessor] = {}
+        """Of requests that are to be resumed here."""
         self._stopping = False
         if spec_tokens:
             self._check_drafting(spec_tokens)
@@ -129,20 +132,30 @@ class Engine(threading.Thread):
             case Cancel(key):
                 if (sequence := self._scheduler.remove(key)) is not None:
                     self._finish(sequence, FinishReason.ABORT)
+            case Prepare(key, request):
+                with contextlib.suppress(Exception):  # what is wrong with it shows when it begins
+                    self._prepared[key] = self._processor(request)
             case Scrub(key, placement):
+                self._prepared.pop(key, None)
                 self._runner.scrub(placement)
                 self._on_event(Scrubbed(key))
             case Stop():
                 self._stopping = True
 
     def _begin(self, command: Begin) -> None:
-        sequence = Sequence(
-            command, OutputProcessor(self._tokenizer, command.request.sampling, command.request.prompt_ids)
+        prepared = (
+            self._prepared.pop(command.key) if command.key in self._prepared else self._processor(command.request)
         )
+        sequence = Sequence(command, prepared)
         if isinstance(command, Resume):
             self._resume(sequence, command)
-        else:
-            self._scheduler.add(sequence)
+            return
+        if isinstance(command, Prefill):
+            sequence.digests = self._runner.state_digests(sequence.n_prompt, sequence.placement)
+        self._scheduler.add(sequence)
+
+    def _processor(self, request: GenerationRequest) -> OutputProcessor:
+        return OutputProcessor(self._tokenizer, request.sampling, request.prompt_ids)
 
     def _resume(self, sequence: Sequence, command: Resume) -> None:
         """Decodes on from a prompt that another node computed; its first token may already be the last."""
@@ -200,8 +213,10 @@ class Engine(threading.Thread):
                 sequence.prefill_s += elapsed
                 if sequence.is_computed:
                     done.append(i)
-                elif isinstance(sequence.command, Prefill):
+                elif sequence.digests is not None:
                     self._on_event(ChunkComputed(sequence.key, sequence.n_computed))
+                    with self._failing(sequence):
+                        sequence.digests.take_pages(sequence.n_computed)
             ends = list(accumulate(chunk.n_tokens for chunk in batch))
             complete = [batch[i].sequence for i in done]
             chosen = self._choose(complete, [1] * len(done), output.logits[done])
@@ -249,7 +264,11 @@ class Engine(threading.Thread):
         self._check_owner(command)
         started = time.perf_counter()
         prompt, placement = sequence.request.prompt_ids, sequence.placement
-        digests = self._runner.hand_over(command.room, command.epoch, prompt, placement, first, streams)
+        if sequence.digests is None:
+            raise RuntimeError(f"{sequence.key} has no digests")
+        digests = self._runner.hand_over(
+            command.room, command.epoch, prompt, placement, first, streams, sequence.digests
+        )
         digest_s = time.perf_counter() - started
         self._on_event(PrefillFinished(sequence.key, first, digests, sequence.prefill_s, digest_s))
 

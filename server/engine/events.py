@@ -49,6 +49,16 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class Prepare:
+    """``request`` is computed elsewhere: get ready for its :class:`Resume`. After a :class:`Scrub` of its key none
+    comes.
+    """
+
+    key: Hashable
+    request: GenerationRequest
+
+
+@dataclass(frozen=True)
 class Cancel:
     """Stop working on ``key``. Answered by :class:`Finished` (reason ``abort``) unless it had ended already."""
 
@@ -69,7 +79,7 @@ class Stop:
 
 
 Begin = Prefill | Generate | Resume
-Command = Begin | Cancel | Scrub | Stop
+Command = Begin | Prepare | Cancel | Scrub | Stop
 
 
 @dataclass(frozen=True)

@@ -317,9 +317,11 @@ class PrefillRoomManager:
             self._memory.give_back(req)
             self.step(req, GivenUp(failure))
             return
+        self._submit_command(command)  # first of all: the engine can begin
         self.step(req, Admitted())
-        self._submit_command(command)
         self._queue_moved()
+        if req.outgoing is not None:
+            req.outgoing.plan_tail()
 
     def _queue_moved(self) -> None:
         for req in list(self.queue):
@@ -354,6 +356,7 @@ class PrefillRoomManager:
                 req.peer.send(action.message)
             case PushPages() if req.outgoing is not None:
                 self._push(req, req.outgoing.push_pages(action.n_computed, self._transfer_deadline()))
+                req.outgoing.plan_tail()
             case PushTail() if req.outgoing is not None:
                 push = partial(self._push_tail, req, req.outgoing)
                 self._hooks.before_tail(req.key, push, lambda: req.room.phase is PrefillPhase.TRANSFER)
