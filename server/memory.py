@@ -21,5 +21,10 @@ def give_back_soon() -> None:
 def _give_back() -> None:
     time.sleep(_SETTLE_S)
     _is_coming.clear()
+    give_back()
+
+
+def give_back() -> None:
+    """Returns when it is done."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc
         trim(0)

@@ -18,9 +18,9 @@ import torch
 from hypothesis import settings
 
 from server.engine.tokenizer import Tokenizer
-from server.model.loader import load_model
-from server.model.network import DeepseekV4
+from server.model.interface import LoadedModel
 from server.node.options import BUNDLED_MODEL
+from tests.support.models import load
 
 # Under nohup, or in the background of a script, these are ignored, and every process that a test starts inherits that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -48,9 +48,9 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def model() -> DeepseekV4:
-    """The bundled model, without its draft layer."""
-    return load_model(BUNDLED_MODEL)
+def model() -> LoadedModel:
+    """The bundled model, without its draft layer, for whatever a node would compute with here."""
+    return load(BUNDLED_MODEL)
 
 
 @pytest.fixture(scope="session")

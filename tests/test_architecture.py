@@ -26,8 +26,9 @@ SHARED_BY_THE_ROLES = (
 )
 ARROWS: dict[str, tuple[str, ...]] = {
     "server.model": ("server.model", "server.cache"),
+    "server.kernels": ("server.kernels", "server.model", "server.cache"),
     "server.cache": ("server.cache", "server.failure"),
-    "server.engine": ("server.engine", "server.model", "server.cache", "server.failure"),
+    "server.engine": ("server.engine", "server.model", "server.kernels.sampling", "server.cache", "server.failure"),
     "server.transfer": ("server.transfer", "server.cache", "server.failure", "server.memory"),
     "server.faults": ("server.faults", "server.transfer", "server.cache"),
     "server.api": (
@@ -87,7 +88,7 @@ FAULTS_KNOWN_TO = {
 """Who imports what of ``server.faults``: the options' reader, and the hooks' callers for their types."""
 
 SOCKETS = ("asyncio", "fastapi", "http", "httpx", "mooncake", "requests", "socket", "starlette", "uvicorn", "zmq")
-WITHOUT_SOCKETS = ("server.model", "server.cache")
+WITHOUT_SOCKETS = ("server.model", "server.kernels", "server.cache")
 """Packages that may not import :data:`SOCKETS`, nor anything of ours that does."""
 
 

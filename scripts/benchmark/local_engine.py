@@ -18,6 +18,7 @@ from server.engine.events import ComputeFailed, Died, Event, Finished, Generate,
 from server.engine.request import GenerationRequest, SamplingParams, TokenOutput
 from server.engine.runner import ModelRunner
 from server.engine.tokenizer import Tokenizer
+from server.kernels.choice import choose_kernels
 from server.model.loader import load_model
 from server.model.state import state_components
 
@@ -32,7 +33,8 @@ class LocalEngine:
 
     def __init__(self, checkpoint: Path, *, threads: int, spec_tokens: int = 0) -> None:
         draft = spec_tokens > 0
-        model = load_model(checkpoint, draft=draft)
+        kernels = choose_kernels("auto", "cpu")
+        model = kernels.take(load_model(checkpoint, draft=draft))
         components = state_components(model.config, "float32", spec_tokens, draft=draft)
         window = model.config.sliding_window
         geometry = CacheGeometry(PAGE_SIZE, N_PAGES + 1, N_SLOTS + 1, window, spec_tokens, components)
@@ -45,6 +47,7 @@ class LocalEngine:
             lambda event: self._events.put((time.perf_counter(), event)),
             threads=threads,
             spec_tokens=spec_tokens,
+            sample_kernel=kernels.sampler(threads),
         )
         self._engine.start()
 

@@ -64,7 +64,13 @@ def decode_manifest(info: dict[str, Any], session: str, *, draft: bool = False) 
     return build_manifest(
         "decode",
         new_incarnation(),
-        ModelIdentity(info["model_fingerprint"], info["tokenizer_fingerprint"], info["dtype"]),
+        ModelIdentity(
+            info["model_fingerprint"],
+            info["tokenizer_fingerprint"],
+            info["dtype"],
+            info["kernels"],
+            info["deterministic"],
+        ),
         TransportIdentity("mooncake", "any", "tcp"),
         layout,
         NOWHERE,

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
+
 from server.cache.live import live_positions
 from server.cache.specs import CacheGeometry, ComponentSpec, LayoutError, Scope
 
@@ -24,6 +27,11 @@ class Placement:
 
     slot: int
     pages: tuple[int, ...]
+
+    @cached_property
+    def page_ids(self) -> npt.NDArray[np.int64]:
+        """``pages`` as an array, which is copied into every step's page table."""
+        return np.array(self.pages, dtype=np.int64)
 
     def items(self, component: ComponentLayout) -> tuple[int, ...]:
         """The ids of the items that hold the rows of ``component``, in ascending position."""

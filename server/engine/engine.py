@@ -39,11 +39,12 @@ from server.engine.request import FinishReason, GenerationRequest, TokenizerLike
 from server.engine.runner import ModelRunner
 from server.engine.sampler import NonFiniteLogits, RowSampling, sample
 from server.engine.scheduler import Chunk, Scheduler, Sequence
-from server.engine.speculation import DraftState, accepted, propose
+from server.engine.speculation import ChainStart, DraftState, accepted, propose
 from server.engine.stopping import OutputProcessor
 from server.failure import Failure
+from server.kernels.sampling import SampleKernel
 from server.model.batch import Segment
-from server.model.network import ForwardOutput
+from server.model.interface import ForwardOutput
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ class Engine(threading.Thread):
     """Continuous batching over one :class:`ModelRunner`.
 
     ``on_event`` is called in this thread for every event. ``chunk_tokens`` bounds the prompt tokens of one step,
-    ``threads`` the CPU threads of one operation. Commands may be submitted from any thread, or put into ``commands``.
+    ``threads`` the CPU threads of one operation. Tokens are chosen by ``sample_kernel``, or in numpy without one, which
+    gives the same ones. Commands may be submitted from any thread, or put into ``commands``.
     """
 
     def __init__(
@@ -71,12 +73,13 @@ class Engine(threading.Thread):
         threads: int = 1,
         spec_tokens: int = 0,
         cold_draft: bool = False,
+        sample_kernel: SampleKernel | None = None,
     ) -> None:
         super().__init__(name="engine", daemon=True)
         self._runner, self._tokenizer, self._on_event, self._threads = runner, tokenizer, on_event, threads
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue() if commands is None else commands
         self._scheduler = Scheduler(chunk_tokens)
-        self._spec_tokens, self._cold_draft = spec_tokens, cold_draft
+        self._spec_tokens, self._cold_draft, self._sample_kernel = spec_tokens, cold_draft, sample_kernel
         self._prepared: dict[Hashable, OutputProcessor] = {}
         """Of requests that are to be resumed here."""
         self._stopping = False
@@ -103,7 +106,7 @@ class Engine(threading.Thread):
             raise TimeoutError(f"the engine thread did not stop within {timeout_s} s")
 
     def run(self) -> None:
-        torch.set_num_threads(self._threads)
+        self._runner.set_threads(self._threads)
         try:
             while not self._stopping:
                 self._take_commands()
@@ -186,14 +189,18 @@ class Engine(threading.Thread):
                     sequence.n_computed += n
                     if sequence.draft is not None:
                         sequence.draft = DraftState(output.streams[row : row + n], sequence.draft.valid_from)
-                    with self._failing(sequence):
+                    try:  # as self._failing, which costs as much as a token's text
                         self._append(sequence, choices[:n], n_proposed=len(draft))
+                    except Exception as error:  # noqa: BLE001  (logged with the failure)
+                        self._fail(sequence, error)
                 row += 1 + len(draft)
 
     def _draft_and_verify(self, running: list[Sequence]) -> tuple[list[list[int]], ForwardOutput]:
         """Drafts for each request (empty ones without speculation), and the target's forward over them."""
         drafts: list[list[int]] = [[] for _ in running]
-        chains = {i: start for i, s in enumerate(running) if (start := s.chain_start(self._spec_tokens)) is not None}
+        chains: dict[int, ChainStart] = {}
+        if k := self._spec_tokens:
+            chains = {i: start for i, s in enumerate(running) if (start := s.chain_start(k)) is not None}
         if chains:
             for i, draft in zip(chains, propose(self._runner, list(chains.values())), strict=True):
                 drafts[i] = draft
@@ -294,13 +301,13 @@ class Engine(threading.Thread):
                 owner.append(i)
         bad: set[int] = set()
         try:
-            choices = iter(sample(logits, rows))
+            choices = iter(sample(logits, rows, self._sample_kernel))
         except NonFiniteLogits as error:
             bad = {owner[r] for r in error.rows}
             for i in bad:
                 self._fail(sequences[i], error)
             kept = [r for r, i in enumerate(owner) if i not in bad]
-            choices = iter(sample(logits[kept], [rows[r] for r in kept]))
+            choices = iter(sample(logits[kept], [rows[r] for r in kept], self._sample_kernel))
         return [None if i in bad else list(islice(choices, width)) for i, width in enumerate(widths)]
 
     def _append(self, sequence: Sequence, choices: list[TokenLogprob], *, n_proposed: int = 0) -> None:
@@ -313,8 +320,9 @@ class Engine(threading.Thread):
         sequence.tokens.extend(ids)
         output = sequence.processor.feed(ids, choices)
         if output is not None:
-            n_accepted = len(output.token_ids) - 1 if n_proposed else 0
-            self._on_event(Output(sequence.key, replace(output, n_proposed=n_proposed, n_accepted=n_accepted)))
+            if n_proposed:
+                output = replace(output, n_proposed=n_proposed, n_accepted=len(output.token_ids) - 1)
+            self._on_event(Output(sequence.key, output))
             if output.finish_reason is not None:
                 self._finish(sequence, output.finish_reason)
 

@@ -12,43 +12,39 @@ from server.cache.handoff import Handoff, prompt_hash, read_handoff, write_hando
 from server.cache.layout import Placement
 from server.cache.owners import Owner
 from server.engine.request import TokenLogprob
-from server.model.batch import Segment, build_batch, build_draft_batch
-from server.model.network import DeepseekV4, ForwardOutput
-from server.model.pools import Pools
+from server.model.batch import Segment
+from server.model.interface import ForwardOutput, LoadedModel
 
 
 class ModelRunner:
-    """Owns one model and one arena. Nothing else may compute on either."""
+    """Owns one arena and a model that computes on it. Nothing else may compute on it."""
 
-    def __init__(self, model: DeepseekV4, arena: Arena) -> None:
+    def __init__(self, model: LoadedModel, arena: Arena) -> None:
         self.model, self.arena = model, arena
-        self._pools = Pools(arena)
+        self._bound = model.bind(arena)
 
     @property
     def drafts(self) -> bool:
         """Whether the draft layer is loaded and has its state in the arena."""
-        return self.model.nextn is not None and "draft_swa" in self.arena.layout.names
+        return self.model.drafts and "draft_swa" in self.arena.layout.names
 
-    @torch.inference_mode()
+    def set_threads(self, n: int) -> None:
+        """How many CPU threads one operation may use."""
+        self._bound.set_threads(n)
+
     def forward(self, segments: Sequence[Segment], *, every_row: bool = False) -> ForwardOutput:
         """One forward over runs of several requests. Logits of each segment's last row, or of every row."""
-        batch = build_batch(segments, self.arena.layout, self.model.row_tile, self.arena.device)
-        output: ForwardOutput = self.model(batch, self._pools, None if every_row else batch.last_rows)
-        return output
+        return self._bound.forward(segments, every_row=every_row)
 
-    @torch.inference_mode()
     def draft(self, segments: Sequence[Segment], streams: torch.Tensor) -> ForwardOutput:
         """One draft step. ``token_ids`` of a segment are those *after* its positions; ``streams`` ``[rows, N, D]`` of
         all rows.
         """
-        batch = build_draft_batch(segments, self.arena.layout, self.model.row_tile, self.arena.device)
-        return self.model.draft(batch, streams, self._pools)
+        return self._bound.draft(segments, streams)
 
-    @torch.inference_mode()
     def draft_rows(self, segments: Sequence[Segment], streams: torch.Tensor) -> None:
         """The draft's window rows of a prompt, as :meth:`draft` takes them, without predicting anything."""
-        batch = build_draft_batch(segments, self.arena.layout, self.model.row_tile, self.arena.device)
-        self.model.draft_rows(batch, streams, self._pools)
+        self._bound.draft_rows(segments, streams)
 
     def state_digests(self, n: int, placement: Placement) -> StateDigests:
         """The digests of a prompt of ``n`` tokens, none of which is taken yet."""

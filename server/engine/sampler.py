@@ -1,7 +1,25 @@
-"""Chooses tokens from logits. What a row gets depends on its own logits, parameters, seed and position alone."""
+"""Chooses tokens from logits. What a row gets depends on its own logits, parameters, seed and position alone.
+
+The rule, equal bit for bit in numpy (here) and in the kernels (``server/kernels/src/sampler.cpp``), on every machine:
+
+1. Logits are fp32. Edits come first: the repetition penalty divides a positive logit of a token seen in prompt or answer,
+   and multiplies a negative one; ``frequency * count + presence`` is subtracted for a token that the answer has; then
+   the bias is added; a banned token's logit is -infinity.
+2. A temperature below :data:`GREEDY_BELOW` takes the best logit, of equal ones the lowest id.
+3. Else every token has a weight, a whole number: ``round(2**30 * 2**((logit - best) * log2(e) / temperature))``, where
+   2**x is one fixed polynomial in fp32 (:func:`token_weights`). Whole numbers can be added in any order.
+4. ``min_p`` makes weights 0 that are below this part of the best one's. ``top_k`` then keeps the k best logits (equal
+   ones by id), ``top_p`` the fewest best of those that have at least this part of their weight.
+5. The token is the first, best first, whose cumulative weight is above ``draw * weight of all kept >> 53``; ``draw`` is
+   53 bits of the seed and the position (:func:`draw_bits`).
+
+Log probabilities are those of the raw logits, computed in float64; the two forms may differ in their last digits.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,14 +30,25 @@ import torch
 import xxhash
 
 from server.engine.request import SamplingParams, TokenLogprob
+from server.kernels.sampling import EDIT, ROW, SampleKernel
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would leave nothing but ties."""
 CHOOSE = "choose"
 """The purpose of the draw that chooses a token; other purposes get independent numbers at the same position."""
 FIRST_RANKED = 512
+BEST_WEIGHT = 1 << 30
+DRAW_BITS = 53
 _MASK64 = (1 << 64) - 1
+_LOG2_E = 1.4426950408889634
+_NO_PENALTIES = (1.0, 0.0, 0.0)
+_POWER_OF_TWO = tuple(
+    np.float32(c)
+    for c in (0.0013264735462144017, 0.00967151764780283, 0.05550733953714371, 0.24022242426872253, 0.6931470036506653, 1)
+)
+"""2**f for -0.5 <= f <= 0.5 within 1.6e-7, highest power first: the best polynomial of degree 5 that is 1 at 0."""
 
+Reals = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 
@@ -35,22 +64,54 @@ class NonFiniteLogits(Exception):
 
 
 @dataclass(frozen=True)
+class Edits:
+    """What changes single logits of a row. ``table`` is an array of :data:`EDIT`, each token once: how often the answer
+    has it (0: only the prompt, -1: penalties do not apply), and its bias. The penalties apply to all of them.
+    """
+
+    table: npt.NDArray[np.void]
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+
+@dataclass(frozen=True)
 class RowSampling:
     """How one row is sampled. ``position`` is the sequence position of the token to be chosen (n for the first after n
-    prompt tokens). ``banned`` ids are never chosen; log probabilities do not know of the ban."""
+    prompt tokens). ``banned`` ids are never chosen; log probabilities do not know of the ban, nor of ``edits``.
+    """
 
     params: SamplingParams
     seed: int
     position: int
     banned: frozenset[int] = frozenset()
+    min_p: float = 0.0
+    edits: Edits | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature < GREEDY_BELOW
+
+    def all_edits(self) -> Edits | None:
+        """The edits with the banned ids among them, None if there are none."""
+        banned = _bans(self.banned) if self.banned else None
+        if self.edits is None or banned is None:
+            return self.edits or banned
+        kept = self.edits.table[~np.isin(self.edits.table["token"], banned.table["token"])]
+        table = np.concatenate([kept, banned.table])
+        return Edits(table, self.edits.repetition, self.edits.presence, self.edits.frequency)
 
 
-def sample(logits: torch.Tensor, rows: Sequence[RowSampling]) -> list[TokenLogprob]:
-    """Chooses one token for every row of ``logits`` [R, V] (any float dtype, any device).
+@functools.lru_cache(maxsize=256)
+def _bans(token_ids: frozenset[int]) -> Edits:
+    return Edits(np.array([(token_id, -1, -np.inf) for token_id in sorted(token_ids)], EDIT))
 
-    Greedy rows take the best logit, of equal ones the lowest id. Others draw by temperature, then top-k, then top-p, by
-    inverse CDF over the float64 probabilities in descending order (equal ones by id). Log probabilities are those of
-    the raw fp32 logits, computed in float64. A row that asks for none reports 0.0.
+
+def sample(
+    logits: torch.Tensor, rows: Sequence[RowSampling], kernel: SampleKernel | None = None
+) -> list[TokenLogprob]:
+    """Chooses one token for every row of ``logits`` [R, V] (any float dtype, any device) by the rule above, with
+    ``kernel`` where there is one. A row that asks for no log probability reports 0.0.
 
     :raises NonFiniteLogits: names every row with a NaN, or with no finite logit left.
     """
@@ -58,85 +119,156 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampling]) -> list[TokenLogpr
         raise ValueError(f"{logits.shape[0]} rows of logits but {len(rows)} rows of sampling parameters.")
     if not rows:
         return []
-    logits = logits.detach()
-    best, best_ids = _without_banned(logits, rows).max(dim=-1)
-    bad = (~torch.isfinite(best)).nonzero().flatten().tolist()
-    if bad:
+    return _sample_in_kernel(logits, rows, kernel) if kernel else _sample_in_python(logits.detach(), rows)
+
+
+def uniform(seed: int, position: int, purpose: str = CHOOSE) -> float:
+    """A number in [0, 1) that is a pure function of its arguments."""
+    return draw_bits(seed, position, purpose) * 2.0**-DRAW_BITS
+
+
+def draw_bits(seed: int, position: int, purpose: str = CHOOSE) -> int:
+    """:data:`DRAW_BITS` random bits that are a pure function of the arguments: the top ones of an xxh3_64."""
+    key = struct.pack("<QQ", seed & _MASK64, position) + purpose.encode()
+    return xxhash.xxh3_64_intdigest(key) >> (64 - DRAW_BITS)
+
+
+def _scale(temperature: float) -> float:
+    """What differences of logits are multiplied with. Rounded to fp32 by its users; never 0, never infinite."""
+    return min(max(_LOG2_E / temperature, 1e-30), 1e30)
+
+
+# --- with the kernels -------------------------------------------------------------------------------------------------
+
+
+def _sample_in_kernel(logits: torch.Tensor, rows: Sequence[RowSampling], kernel: SampleKernel) -> list[TokenLogprob]:
+    if logits.dtype != torch.float32 or not logits.is_cpu or logits.stride(1) != 1:
+        logits = logits.to(device="cpu", dtype=torch.float32).contiguous()
+    packed, alive, max_alternatives = [], [], 0
+    for row in rows:
+        params, address, n_edits, penalties = row.params, 0, 0, _NO_PENALTIES
+        if (edits := row.all_edits()) is not None:
+            alive.append(edits)
+            address, n_edits = edits.table.ctypes.data, len(edits.table)
+            penalties = (edits.repetition, edits.presence, edits.frequency)
+        draw, scale = (0, 0.0) if row.is_greedy else (draw_bits(row.seed, row.position), _scale(params.temperature))
+        n_top = -1 if params.logprobs is None else params.logprobs
+        max_alternatives = max(max_alternatives, n_top)
+        packed.append(
+            ROW.pack(address, draw, params.top_p, row.min_p, scale, *penalties, n_edits, params.top_k, n_top, 0)
+        )
+    choices, tops = kernel(logits, packed, max_alternatives)
+    if bad := tuple(i for i, (token_id, _) in enumerate(choices) if token_id < 0):
+        raise NonFiniteLogits(bad)
+    if not max_alternatives:
+        return [TokenLogprob(token_id, logprob) for token_id, logprob in choices]
+    vocab_size = logits.shape[1]
+    return [
+        TokenLogprob(token_id, logprob, tuple(top[: min(row.params.logprobs or 0, vocab_size)]))
+        for (token_id, logprob), top, row in zip(choices, tops, rows, strict=True)
+    ]
+
+
+# --- in numpy ---------------------------------------------------------------------------------------------------------
+
+
+def _sample_in_python(logits: torch.Tensor, rows: Sequence[RowSampling]) -> list[TokenLogprob]:
+    edited = _edited(logits, rows)
+    best, best_ids = edited.max(dim=-1)
+    sound = torch.isfinite(best)
+    for i, row in enumerate(rows):
+        if row.params.logprobs is not None and edited is not logits:
+            sound[i] &= torch.isfinite(logits[i].max())
+    if bad := (~sound).nonzero().flatten().tolist():
         raise NonFiniteLogits(tuple(bad))
     tokens = best_ids.tolist()
     outputs = []
     for i, row in enumerate(rows):
-        greedy = row.params.temperature < GREEDY_BELOW
-        if greedy and row.params.logprobs is None:
-            outputs.append(TokenLogprob(tokens[i], 0.0))
-            continue
-        values: Floats = logits[i].to(device="cpu", dtype=torch.float32).numpy().astype(np.float64)
-        token_id = tokens[i] if greedy else _draw_token(values, row)
-        outputs.append(_report(values, token_id, row.params.logprobs))
+        token_id = tokens[i] if row.is_greedy else _draw_token(_values(edited[i]), row)
+        if row.params.logprobs is None:
+            outputs.append(TokenLogprob(token_id, 0.0))
+        else:
+            outputs.append(_report(_values(logits[i]), token_id, row.params.logprobs))
     return outputs
 
 
-def uniform(seed: int, position: int, purpose: str = CHOOSE) -> float:
-    """A number in [0, 1) that is a pure function of its arguments (the top 53 bits of an xxh3_64)."""
-    key = struct.pack("<QQ", seed & _MASK64, position) + purpose.encode()
-    return float(xxhash.xxh3_64_intdigest(key) >> 11) * 2.0**-53
+def _values(logits: torch.Tensor) -> Reals:
+    values: Reals = logits.to(device="cpu", dtype=torch.float32).numpy()
+    return values
 
 
-def _without_banned(logits: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
-    if not any(row.banned for row in rows):
+def _edited(logits: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
+    """``logits`` themselves if no row has edits, else a copy in fp32."""
+    edits = {i: each for i, row in enumerate(rows) if (each := row.all_edits()) is not None}
+    if not edits:
         return logits
-    logits = logits.clone()
-    for i, row in enumerate(rows):
-        if row.banned:
-            logits[i, _banned_in(row, logits.shape[1])] = -torch.inf
+    logits = logits.float().clone()
+    for i, each in edits.items():
+        table = each.table[(each.table["token"] >= 0) & (each.table["token"] < logits.shape[1])]
+        ids = torch.from_numpy(table["token"].astype(np.int64)).to(logits.device)
+        logits[i, ids] = torch.from_numpy(_apply(_values(logits[i, ids]), table, each)).to(logits.device)
     return logits
 
 
-def _banned_in(row: RowSampling, vocab_size: int) -> list[int]:
-    return sorted(token_id for token_id in row.banned if 0 <= token_id < vocab_size)
+def _apply(values: Reals, table: npt.NDArray[np.void], edits: Edits) -> Reals:
+    """The logits of the tokens of ``table`` after its edits."""
+    counts, biases = table["count"], table["bias"]
+    repetition, presence, frequency = map(np.float32, (edits.repetition, edits.presence, edits.frequency))
+    with np.errstate(all="ignore"):
+        penalized = np.where(values > 0, values / repetition, values * repetition)
+        values = np.where(counts >= 0, penalized, values)
+        values = np.where(counts > 0, values - (frequency * counts.astype(np.float32) + presence), values)
+        return np.where(np.isneginf(biases), biases, values + biases)
 
 
-def _draw_token(values: Floats, row: RowSampling) -> int:
-    """Inverse CDF at this row's uniform number. ``values`` [V] are the raw logits."""
-    if row.banned:
-        values = values.copy()
-        values[_banned_in(row, len(values))] = -np.inf
+def token_weights(values: Reals, temperature: float) -> Ids:
+    """The weight of every token, 0 to :data:`BEST_WEIGHT`. ``values`` [V] are finite or -infinity."""
     with np.errstate(over="ignore"):
-        weights: Floats = np.exp((values - values.max()) / row.params.temperature)
-    u = uniform(row.seed, row.position)
+        x = np.maximum((values - values.max()) * np.float32(_scale(temperature)), np.float32(-32))
+    n = np.rint(x)
+    f = x - n
+    power = np.full_like(f, _POWER_OF_TWO[0])
+    for coefficient in _POWER_OF_TWO[1:]:
+        power = power * f + coefficient
+    return np.rint(np.ldexp(power, n.astype(np.int32) + 30)).astype(np.int64)
+
+
+def _draw_token(values: Reals, row: RowSampling) -> int:
+    """``values`` [V] are the logits after the edits, with a finite best."""
+    weights = token_weights(values, row.params.temperature)
+    if row.min_p > 0:
+        weights[weights < min(row.min_p, 1.0) * BEST_WEIGHT] = 0
+    draw = draw_bits(row.seed, row.position)
     top_k = min(row.params.top_k, len(weights)) if row.params.top_k > 0 else None
-    total = None if top_k else float(weights.sum())
-    for ids in _ranked_prefixes(weights, top_k):
-        complete = len(ids) == (top_k or len(weights))
-        cumulative: Floats = np.cumsum(weights[ids])
-        mass = float(cumulative[-1]) if total is None else total
+    for ids in _ranked_prefixes(values, top_k):
+        cumulative: Ids = np.cumsum(weights[ids])
+        mass = int(cumulative[-1] if top_k else weights.sum())
         if row.params.top_p < 1.0:
-            within = int(np.searchsorted(cumulative, row.params.top_p * mass, side="left"))
-            if within == len(ids) and not complete:
-                continue
-            mass = float(cumulative[min(within, len(ids) - 1)])
-        chosen = int(np.searchsorted(cumulative, u * mass, side="right"))
+            needed = min(max(1, math.ceil(row.params.top_p * mass)), mass)
+            within = int(np.searchsorted(cumulative, needed, side="left"))
+            if within == len(ids):
+                continue  # the prefix was too short
+            mass = int(cumulative[within])
+        chosen = int(np.searchsorted(cumulative, draw * mass >> DRAW_BITS, side="right"))
         if chosen < len(ids):
             return int(ids[chosen])
-        if complete:  # u * mass was rounded up to all there is
-            return int(ids[np.count_nonzero(weights[ids]) - 1])
     raise AssertionError("The last prefix is complete.")
 
 
-def _ranked_prefixes(weights: Floats, top_k: int | None) -> Iterator[Ids]:
+def _ranked_prefixes(values: Reals, top_k: int | None) -> Iterator[Ids]:
     """The best ids, best first: with ``top_k`` just those, else a short prefix and then all of them.
 
     Nearly every draw ends in the short prefix, and sorting a whole vocabulary costs more than a decode step.
     """
     if top_k:
-        yield ranked(weights, top_k)
+        yield ranked(values, top_k)
         return
-    if len(weights) > 4 * FIRST_RANKED:
-        yield ranked(weights, FIRST_RANKED)
-    yield ranked(weights, len(weights))
+    if len(values) > 4 * FIRST_RANKED:
+        yield ranked(values, FIRST_RANKED)
+    yield ranked(values, len(values))
 
 
-def ranked(values: Floats, count: int) -> Ids:
+def ranked(values: Reals | Floats, count: int) -> Ids:
     """Ids of the ``count`` largest ``values`` [V], largest first, equal ones by ascending id."""
     if count < len(values):
         threshold = np.partition(values, len(values) - count)[len(values) - count]
@@ -147,10 +279,9 @@ def ranked(values: Floats, count: int) -> Ids:
     return ids[order][:count]
 
 
-def _report(values: Floats, token_id: int, n_top: int | None) -> TokenLogprob:
-    """The chosen token's log probability under the raw logits [V], and the ``n_top`` best (none wanted: 0.0)."""
-    if n_top is None:
-        return TokenLogprob(token_id, 0.0)
+def _report(logits: Reals, token_id: int, n_top: int) -> TokenLogprob:
+    """The chosen token's log probability under the raw logits [V], and the ``n_top`` best."""
+    values = logits.astype(np.float64)
     peak = values.max()
     logprobs: Floats = values - (peak + np.log(np.exp(values - peak).sum()))
     top = tuple((int(i), float(logprobs[i])) for i in ranked(logprobs, n_top)) if n_top else ()

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from server.cache.arena import Arena
 from server.model.attention import RopeSet
-from server.model.batch import Batch
+from server.model.batch import Batch, Segment, build_batch, build_draft_batch
 from server.model.block import Block, NextN
 from server.model.config import ModelConfig
+from server.model.interface import ForwardOutput
 from server.model.layers import HeadCollapse, Linear, RMSNorm, pad_rows
 from server.model.pools import Pools
 from server.model.rope import rope_frequencies
-
-
-@dataclass(frozen=True)
-class ForwardOutput:
-    """``logits`` ``[wanted rows, vocab]`` in fp32; ``streams`` ``[real rows, N, D]``: the last block's output of every
-    row.
-    """
-
-    logits: torch.Tensor
-    streams: torch.Tensor
 
 
 class DeepseekV4(nn.Module):
@@ -52,6 +44,14 @@ class DeepseekV4(nn.Module):
         """The draft layer, if it was loaded."""
         layer = next(iter(self.mtp), None)
         return layer if isinstance(layer, NextN) else None
+
+    @property
+    def drafts(self) -> bool:
+        return bool(self.mtp)
+
+    def bind(self, arena: Arena) -> PythonModel:
+        """This model over the pools of ``arena``."""
+        return PythonModel(self, arena)
 
     def forward(self, batch: Batch, pools: Pools, rows: torch.Tensor | None = None) -> ForwardOutput:
         """Runs one batch, reading and writing ``pools``. ``rows`` are those whose logits are wanted; None: every real
@@ -98,3 +98,30 @@ class DeepseekV4(nn.Module):
         picked = streams if rows is None else pad_rows(streams[rows], self.row_tile)
         logits = self.head(norm(collapse(picked)).float())
         return ForwardOutput(logits[:n_rows], streams[: batch.n_rows])
+
+
+class PythonModel:
+    """A :class:`DeepseekV4` bound to one arena (see :class:`.interface.BoundModel`)."""
+
+    def __init__(self, model: DeepseekV4, arena: Arena) -> None:
+        self._model, self._arena, self._pools = model, arena, Pools(arena)
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment], *, every_row: bool) -> ForwardOutput:
+        batch = build_batch(segments, self._arena.layout, self._model.row_tile, self._arena.device)
+        output: ForwardOutput = self._model(batch, self._pools, None if every_row else batch.last_rows)
+        return output
+
+    @torch.inference_mode()
+    def draft(self, segments: Sequence[Segment], streams: torch.Tensor) -> ForwardOutput:
+        return self._model.draft(self._draft_batch(segments), streams, self._pools)
+
+    @torch.inference_mode()
+    def draft_rows(self, segments: Sequence[Segment], streams: torch.Tensor) -> None:
+        self._model.draft_rows(self._draft_batch(segments), streams, self._pools)
+
+    def set_threads(self, n: int) -> None:
+        torch.set_num_threads(n)
+
+    def _draft_batch(self, segments: Sequence[Segment]) -> Batch:
+        return build_draft_batch(segments, self._arena.layout, self._model.row_tile, self._arena.device)

@@ -150,6 +150,8 @@ class BaseNode(ABC):
             "model_fingerprint": context.identity.model,
             "tokenizer_fingerprint": context.identity.tokenizer,
             "dtype": context.identity.dtype,
+            "kernels": context.identity.kernels,
+            "deterministic": context.identity.deterministic,
             "page_size": context.arena.layout.page_size,
             **self._facts,
             "control_plane_takes": self._guard_rule,

@@ -24,7 +24,11 @@ from server.engine.runner import ModelRunner
 from server.engine.tokenizer import Tokenizer
 from server.faults.injection import hooks_of
 from server.faults.spec import FaultSet
+from server.kernels.choice import Kernels, choose_kernels
+from server.kernels.sampling import SampleKernel
+from server.memory import give_back
 from server.model.config import CheckpointError
+from server.model.interface import LoadedModel
 from server.model.loader import load_model, model_fingerprint
 from server.model.state import state_components
 from server.node.checks import transport_factory
@@ -46,6 +50,7 @@ class NodeResources:
 
     options: NodeOptions
     runner: ModelRunner
+    sample_kernel: SampleKernel | None
     tokenizer: Tokenizer
     commands: queue.SimpleQueue[Command]
     context: NodeContext
@@ -62,6 +67,7 @@ class NodeResources:
             threads=self.options.threads,
             spec_tokens=self.settings.spec_tokens,
             cold_draft=cold_draft,
+            sample_kernel=self.sample_kernel,
         )
 
 
@@ -76,11 +82,10 @@ def build_resources(
     faults, deadlines = FaultSet.parse(options.faults, role), parse_deadlines(options.deadlines)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CheckpointError("--device cuda: torch sees no CUDA device")
-    dtype = TORCH_DTYPES[options.dtype]
+    kernels = choose_kernels(options.kernels, options.device)
+    log.info("%s kernels (%s)", kernels.identity, kernels.reason)
     tokenizer = _load_tokenizer(options.model, options.default_max_tokens)
-    model = load_model(
-        options.model, dtype=dtype, device=options.device, deterministic=options.deterministic, draft=draft
-    )
+    model = _load_model(options, kernels, draft=draft)
     geometry = CacheGeometry(
         page_size=options.page_size,
         pages=options.pages + 1,  # item 0 is never handed out
@@ -101,15 +106,23 @@ def build_resources(
         max_context,
     )
     runner, commands = ModelRunner(model, arena), queue.SimpleQueue[Command]()
+    metrics = NodeMetrics(CollectorRegistry())
+    metrics.show_kernels(kernels.identity, kernels.reason)
     context = NodeContext(
         submit_command=commands.put,
         make_transport=transport_factory(options),
         arena=arena,
         allocator=allocator,
-        identity=ModelIdentity(model_fingerprint(options.model), tokenizer.fingerprint, options.dtype),
+        identity=ModelIdentity(
+            model=model_fingerprint(options.model),
+            tokenizer=tokenizer.fingerprint,
+            dtype=options.dtype,
+            kernels=kernels.identity,
+            deterministic=options.deterministic,
+        ),
         tokenizer=tokenizer,
         sampling_defaults=tokenizer.sampling_defaults,
-        metrics=NodeMetrics(CollectorRegistry()),
+        metrics=metrics,
         hooks=hooks_of(faults, arena),
     )
     n_default = min(tokenizer.sampling_defaults.max_tokens, max_context - 1)
@@ -125,12 +138,26 @@ def build_resources(
             "tokenizer_path": str(options.model.resolve()),
             "model_type": "deepseek_v4",
             "architectures": ["DeepseekV4ForCausalLM"],
+            "kernels_reason": kernels.reason,
             "draft": runner.drafts,
             "default_max_tokens": n_default,
             "default_max_tokens_pages": allocator.pages_for(n_default),
         },
     )
-    return NodeResources(options, runner, tokenizer, commands, context, settings)
+    return NodeResources(options, runner, kernels.sampler(options.threads), tokenizer, commands, context, settings)
+
+
+def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> LoadedModel:
+    model = load_model(
+        options.model,
+        dtype=TORCH_DTYPES[options.dtype],
+        device=options.device,
+        deterministic=options.deterministic,
+        draft=draft,
+    )
+    loaded = kernels.take(model)
+    give_back()
+    return loaded
 
 
 def _load_tokenizer(model: Path, default_max_tokens: int) -> Tokenizer:

@@ -113,6 +113,13 @@ class NodeOptions:
     dtype: str = option("model", "weights and activations", default="float32", choices=("float32", "bfloat16"))
     device: str = option("model", "where the model and its state live", default="cpu", choices=("cpu", "cuda"))
 
+    kernels: str = option(
+        "compute",
+        "cpu: the compiled kernels; python: the model in Python, many times slower; auto: the kernels if the device is "
+        "the CPU and they can be loaded",
+        default="auto",
+        choices=("auto", "cpu", "python"),
+    )
     deterministic: bool = option(
         "compute",
         "results do not depend on the rest of the batch (default: on with --device cpu)",

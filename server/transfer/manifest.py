@@ -66,6 +66,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       nobody writes to.
     - ``model``, ``tokenizer``: fingerprints of config and weights, and of the tokenizer files.
     - ``dtype``: element type of the model's activations.
+    - ``kernels``: what computes, with its version: equal for nodes whose results are equal bit for bit.
+      ``deterministic``: whether that is promised.
     - ``page_size``, ``window``: tokens. ``spec_tokens``: draft tokens per step that the rings can undo.
     - ``arena_base``, ``arena_nbytes``: the registered memory; component offsets count from ``arena_base``.
     - ``components``: what the process offers (prefill) or reads (decode).
@@ -81,6 +83,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: ShortText
     tokenizer: ShortText
     dtype: Name
+    kernels: ShortText
+    deterministic: bool
     page_size: Positive
     window: Positive
     spec_tokens: Count
@@ -99,11 +103,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What must be the same on both sides for state to mean the same: fingerprints, activation dtype."""
+    """What must be the same on both sides for state to mean the same: fingerprints, activation dtype; and for results
+    to be the same bits: ``kernels``. Nodes that are not ``deterministic`` need not have the same.
+    """
 
     model: str
     tokenizer: str
     dtype: str
+    kernels: str
+    deterministic: bool = True
 
 
 @dataclass(frozen=True)
@@ -157,6 +165,8 @@ def build_manifest(
         model=identity.model,
         tokenizer=identity.tokenizer,
         dtype=identity.dtype,
+        kernels=identity.kernels,
+        deterministic=identity.deterministic,
         page_size=layout.page_size,
         window=layout.window,
         spec_tokens=spec_tokens,
@@ -198,9 +208,9 @@ def compare(ours: Manifest, theirs: Manifest) -> Mismatch | None:
     """Whether the two can work together: None, or the first field that differs.
 
     Rings (``rows`` of a slot component), item counts, offsets and ``spec_tokens`` may differ: rows are paired by
-    logical position. ``transport_version`` may differ too: the engines settle that between themselves. Every component
-    that the decode side reads must be offered by the prefill side; the prefill side may offer more. A manifest whose
-    components leave its own arena is refused too.
+    logical position. ``transport_version`` may differ too: the engines settle that between themselves. ``kernels`` may
+    if neither side is ``deterministic``. Every component that the decode side reads must be offered by the prefill
+    side; the prefill side may offer more. A manifest whose components leave its own arena is refused too.
     """
     if ours.protocol_version != theirs.protocol_version:
         return Mismatch("protocol_version", str(ours.protocol_version), str(theirs.protocol_version))
@@ -210,6 +220,8 @@ def compare(ours: Manifest, theirs: Manifest) -> Mismatch | None:
         mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other:
             return Mismatch(field, str(mine), str(other))
+    if ours.kernels != theirs.kernels and (ours.deterministic or theirs.deterministic):
+        return Mismatch("kernels", ours.kernels, theirs.kernels)
     return _compare_components(ours, theirs) or _check_bounds(ours, theirs)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from server.cache.allocator import Allocator, ItemState
 from server.failure import Failure
@@ -72,6 +72,12 @@ class NodeMetrics:
             "Rooms that this node refused, by check and state component.",
             ["check", "component"],
             registry=registry,
+        )
+
+    def show_kernels(self, identity: str, reason: str) -> None:
+        """Adds what computes here, and why, as labels of a metric that is always 1."""
+        Info("pd_kernels", "What computes the model here, and why.", registry=self.registry).info(
+            {"kernels": identity, "reason": reason}
         )
 
     def watch(

@@ -10,7 +10,7 @@ from unittest import mock
 from server.decode.launch import main
 from server.engine.runner import ModelRunner
 from server.model.batch import Segment
-from server.model.network import ForwardOutput
+from server.model.interface import ForwardOutput
 
 
 class Bug(BaseException):

@@ -24,7 +24,7 @@ from server.engine.generation import NodeGeneration
 from server.engine.request import FinishReason, GenerationRequest
 from server.engine.tokenizer import Tokenizer
 from server.failure import RequestFailed
-from server.model.network import DeepseekV4
+from server.model.interface import LoadedModel
 from server.transfer.checks import Check
 from server.transfer.engines.base import Ticket
 from server.transfer.engines.mooncake import MooncakeEngine
@@ -174,7 +174,7 @@ async def _decode(pair: Pair, client: Client) -> Others:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("phase", PHASES)
 async def test_an_abort_in_every_phase_frees_both_nodes(
-    model: DeepseekV4, tokenizer: Tokenizer, phase: str, way: str, monkeypatch: pytest.MonkeyPatch
+    model: LoadedModel, tokenizer: Tokenizer, phase: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = SlowTransport if phase == "transfer" else MooncakeEngine
     if phase == "verify":
@@ -216,7 +216,7 @@ async def test_an_abort_in_every_phase_frees_both_nodes(
 
 
 async def check_random_aborts(
-    model: DeepseekV4, tokenizer: Tokenizer, n_aborts: int, concurrency: int, slots: int
+    model: LoadedModel, tokenizer: Tokenizer, n_aborts: int, concurrency: int, slots: int
 ) -> None:
     """Aborts at random moments, while a witness asks again and again and must get the same answers as from a quiet
     local node.
@@ -264,7 +264,7 @@ async def check_random_aborts(
         await pair.settled(FREED_S)
 
 
-async def test_forty_aborts_at_random_moments_lose_nothing(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+async def test_forty_aborts_at_random_moments_lose_nothing(model: LoadedModel, tokenizer: Tokenizer) -> None:
     await check_random_aborts(model, tokenizer, 40, concurrency=5, slots=4)
 
 
@@ -272,6 +272,6 @@ async def test_forty_aborts_at_random_moments_lose_nothing(model: DeepseekV4, to
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("slots", [2, 6])
 async def test_three_hundred_aborts_at_random_moments_lose_nothing(
-    model: DeepseekV4, tokenizer: Tokenizer, slots: int
+    model: LoadedModel, tokenizer: Tokenizer, slots: int
 ) -> None:
     await check_random_aborts(model, tokenizer, 300, concurrency=8, slots=slots)

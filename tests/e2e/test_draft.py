@@ -17,9 +17,9 @@ from server.cache.specs import DRAFT
 from server.engine.request import GenerationRequest, TokenOutput
 from server.engine.tokenizer import Tokenizer
 from server.failure import RequestFailed
-from server.model.loader import load_model
-from server.model.network import DeepseekV4
+from server.model.interface import LoadedModel
 from tests.support.checkpoints import BUNDLED
+from tests.support.models import load
 from tests.support.pair import Pair, Side, a_request, answer, peers_of, running_decode, running_pair, tokens
 
 LENGTHS = [1, 3, 4, 5, 18, 63, 64, 65, 127, 128, 129, 255, 256, 257, 383, 384, 511, 512, 513, 1025]
@@ -31,8 +31,8 @@ PLAIN: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
 
 @pytest.fixture(scope="module")
-def model() -> DeepseekV4:
-    return load_model(BUNDLED, draft=True)
+def model() -> LoadedModel:
+    return load(BUNDLED, draft=True)
 
 
 def requests(lengths: list[int], **sampling: object) -> list[GenerationRequest]:
@@ -48,7 +48,7 @@ def decoder(k: int, **changes: Any) -> Side:
     return replace(Side(spec_tokens=k, draft=k > 0, permute_seed=4), **changes)
 
 
-async def check_steps(model: DeepseekV4, tokenizer: Tokenizer, lengths: list[int], p: Side, k: int) -> None:
+async def check_steps(model: LoadedModel, tokenizer: Tokenizer, lengths: list[int], p: Side, k: int) -> None:
     batch = requests(lengths)
     async with running_decode(model, tokenizer, decoder(k), None) as (_, local):
         expected = [await answer(local, request) for request in batch]
@@ -62,7 +62,7 @@ async def check_steps(model: DeepseekV4, tokenizer: Tokenizer, lengths: list[int
 
 
 @pytest.mark.parametrize("k", [1, 3])
-async def test_accept_counts_equal_the_local_run_step_by_step(model: DeepseekV4, tokenizer: Tokenizer, k: int) -> None:
+async def test_accept_counts_equal_the_local_run_step_by_step(model: LoadedModel, tokenizer: Tokenizer, k: int) -> None:
     await check_steps(model, tokenizer, QUICK, P_SIDE, k)
 
 
@@ -70,12 +70,12 @@ async def test_accept_counts_equal_the_local_run_step_by_step(model: DeepseekV4,
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("p_k", [0, 3])
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
-async def test_accept_counts_over_the_whole_list(model: DeepseekV4, tokenizer: Tokenizer, k: int, p_k: int) -> None:
+async def test_accept_counts_over_the_whole_list(model: LoadedModel, tokenizer: Tokenizer, k: int, p_k: int) -> None:
     """Unequal rings too: P sized for no draft, or for another k."""
     await check_steps(model, tokenizer, LENGTHS, replace(P_SIDE, spec_tokens=p_k), k)
 
 
-async def test_draft_window_is_live_rows_exactly(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+async def test_draft_window_is_live_rows_exactly(model: LoadedModel, tokenizer: Tokenizer) -> None:
     """Its bytes are counted and proved as a component of its own; a decoder without drafts does not ask for it."""
     request = requests([150])[0]
     async with running_pair(model, tokenizer, P_SIDE, decoder(3)) as pair:
@@ -97,7 +97,7 @@ async def first_error(pair: Pair) -> RequestFailed:
     return failure.value
 
 
-async def test_draft_state_missing_is_refused_by_name(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+async def test_draft_state_missing_is_refused_by_name(model: LoadedModel, tokenizer: Tokenizer) -> None:
     async with running_pair(model, tokenizer, Side(), decoder(3)) as pair:
         error = await first_error(pair)
         assert error.kind == "unavailable"
@@ -105,7 +105,7 @@ async def test_draft_state_missing_is_refused_by_name(model: DeepseekV4, tokeniz
         assert peers_of(pair.decode)[0]["state"] == "refused"
 
 
-async def test_recompute_starts_cold_and_says_so(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+async def test_recompute_starts_cold_and_says_so(model: LoadedModel, tokenizer: Tokenizer) -> None:
     """Without the draft's window: the same answers, said in the route, the info and the metrics."""
     batch = requests(QUICK)
     async with running_decode(model, tokenizer, decoder(0), None) as (_, local):
@@ -120,7 +120,7 @@ async def test_recompute_starts_cold_and_says_so(model: DeepseekV4, tokenizer: T
         assert pair.d.metric("pd_draft_state", mode="recompute") == 1
 
 
-async def test_a_dropped_draft_window_fails_by_name(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+async def test_a_dropped_draft_window_fails_by_name(model: LoadedModel, tokenizer: Tokenizer) -> None:
     async with running_pair(model, tokenizer, replace(P_SIDE, faults=("drop:draft_swa:1",)), decoder(3)) as pair:
         error = await first_error(pair)
         assert (error.code, error.component) == ("component_mismatch", DRAFT)
@@ -130,7 +130,7 @@ async def test_a_dropped_draft_window_fails_by_name(model: DeepseekV4, tokenizer
 
 @pytest.mark.parametrize(("k", "batch_size"), [(2, 6)])
 async def test_greedy_output_does_not_depend_on_k(
-    model: DeepseekV4, tokenizer: Tokenizer, k: int, batch_size: int
+    model: LoadedModel, tokenizer: Tokenizer, k: int, batch_size: int
 ) -> None:
     await check_output(model, tokenizer, [1, 18, 65, 128, 200, 257][:batch_size], k, 48)
 
@@ -138,11 +138,11 @@ async def test_greedy_output_does_not_depend_on_k(
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
-async def test_two_hundred_tokens_from_every_length(model: DeepseekV4, tokenizer: Tokenizer, k: int) -> None:
+async def test_two_hundred_tokens_from_every_length(model: LoadedModel, tokenizer: Tokenizer, k: int) -> None:
     await check_output(model, tokenizer, LENGTHS, k, 200)
 
 
-async def check_output(model: DeepseekV4, tokenizer: Tokenizer, lengths: list[int], k: int, n_tokens: int) -> None:
+async def check_output(model: LoadedModel, tokenizer: Tokenizer, lengths: list[int], k: int, n_tokens: int) -> None:
     """k = 0 one by one, then k drafts: one by one and all at once, local and through the pair."""
     batch = requests(lengths, max_tokens=n_tokens)
     missing = [request for request in batch if (request.prompt_ids, n_tokens) not in PLAIN]
@@ -167,7 +167,7 @@ def questions(n: int) -> list[GenerationRequest]:
     return [a_request(tokenizer.encode(text), max_tokens=64, ignore_eos=False, stop=("\n\n",)) for _, text in asked]
 
 
-async def check_questions(model: DeepseekV4, tokenizer: Tokenizer, n: int) -> float:
+async def check_questions(model: LoadedModel, tokenizer: Tokenizer, n: int) -> float:
     """The pair's steps equal the local ones for every question; returns the mean accept length."""
     batch = questions(n)
     counts: list[tuple[int, int]] = []
@@ -182,11 +182,11 @@ async def check_questions(model: DeepseekV4, tokenizer: Tokenizer, n: int) -> fl
     return 1 + sum(n_accepted for _, n_accepted in counts) / len(counts)
 
 
-async def test_bundled_questions_are_drafted_like_locally(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+async def test_bundled_questions_are_drafted_like_locally(model: LoadedModel, tokenizer: Tokenizer) -> None:
     assert await check_questions(model, tokenizer, 10) >= 2.5
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-async def test_all_bundled_questions_are_drafted_like_locally(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+async def test_all_bundled_questions_are_drafted_like_locally(model: LoadedModel, tokenizer: Tokenizer) -> None:
     assert await check_questions(model, tokenizer, 200) >= 2.5

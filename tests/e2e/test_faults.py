@@ -20,10 +20,10 @@ from server.cache.live import LIVE_RULES, live_positions
 from server.engine.request import GenerationRequest
 from server.engine.tokenizer import Tokenizer
 from server.failure import RequestFailed
-from server.model.loader import load_model
-from server.model.network import DeepseekV4
+from server.model.interface import LoadedModel
 from server.transfer.checks import PLACEMENT, Check
 from tests.support.checkpoints import BUNDLED
+from tests.support.models import load
 from tests.support.pair import Pair, Side, a_request, running_pair, tokens
 
 N = 263
@@ -35,8 +35,8 @@ NOT_FOUND = "none"
 
 
 @pytest.fixture(scope="module")
-def model() -> DeepseekV4:
-    return load_model(BUNDLED, draft=True)
+def model() -> LoadedModel:
+    return load(BUNDLED, draft=True)
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(model: DeepseekV4, tokenizer: Tokenizer, directory: Path, **changed: Any) -> AsyncIterator[Bench]:
+async def bench(model: LoadedModel, tokenizer: Tokenizer, directory: Path, **changed: Any) -> AsyncIterator[Bench]:
     base = replace(Side(draft=True, chunk_tokens=512, slots=6, pages=12), **changed)
     p = replace(base, faults=(f"@{directory / 'prefill'}",))
     d = replace(base, spec_tokens=3, permute_seed=2, faults=(f"@{directory / 'decode'}",))
@@ -113,13 +113,13 @@ def expected_check(place: str) -> Check:
     return Check.STAMP if place == "pool" else Check.DIGEST
 
 
-def test_no_component_is_empty_at_this_length(model: DeepseekV4) -> None:
+def test_no_component_is_empty_at_this_length(model: LoadedModel) -> None:
     assert all(len(rows) > 0 for rows in live_positions(N, model.config.sliding_window, COMPONENTS).values())
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 async def test_every_damaged_component_fails_its_request_by_name(
-    model: DeepseekV4, tokenizer: Tokenizer, tmp_path: Path, damage: str
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path, damage: str
 ) -> None:
     async with bench(model, tokenizer, tmp_path) as made:
         found = {name: await made.verdicts(f"{damage}:{name}") for name in COMPONENTS}
@@ -129,7 +129,7 @@ async def test_every_damaged_component_fails_its_request_by_name(
 
 @pytest.mark.parametrize("place", PLACES[1:])
 async def test_wherever_rows_are_damaged_it_is_noticed_by_name(
-    model: DeepseekV4, tokenizer: Tokenizer, tmp_path: Path, place: str
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path, place: str
 ) -> None:
     """A ring, a page component in the middle of its page, and the hand-off row."""
     async with bench(model, tokenizer, tmp_path) as made:
@@ -141,7 +141,7 @@ async def test_wherever_rows_are_damaged_it_is_noticed_by_name(
 
 
 async def test_what_lay_in_the_memory_before_is_never_taken_for_a_component(
-    model: DeepseekV4, tokenizer: Tokenizer, tmp_path: Path
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     """One slot, just enough pages, and no poison: in the place of a dropped component lies an earlier request's."""
     async with bench(model, tokenizer, tmp_path, slots=1, pages=2, poison=False) as made:
@@ -159,7 +159,7 @@ async def test_what_lay_in_the_memory_before_is_never_taken_for_a_component(
 
 @pytest.mark.parametrize("n", [3, 4, 18, 63, 64, 128, 256])
 async def test_at_every_border_exactly_the_components_that_are_not_empty_fail(
-    model: DeepseekV4, tokenizer: Tokenizer, tmp_path: Path, n: int
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path, n: int
 ) -> None:
     live = live_positions(n, model.config.sliding_window, COMPONENTS)
     async with bench(model, tokenizer, tmp_path, poison=False) as made:
@@ -168,7 +168,7 @@ async def test_at_every_border_exactly_the_components_that_are_not_empty_fail(
 
 
 async def test_only_the_room_with_the_fault_fails_among_many(
-    model: DeepseekV4, tokenizer: Tokenizer, tmp_path: Path
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     async with bench(model, tokenizer, tmp_path) as made:
         requests = [made.request(20 + 40 * i) for i in range(8)]
@@ -182,7 +182,7 @@ async def test_only_the_room_with_the_fault_fails_among_many(
 
 
 async def test_without_the_checks_the_same_damage_is_served(
-    model: DeepseekV4, tokenizer: Tokenizer, tmp_path: Path
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     """What the checks are worth: the decode node answers from a zeroed window, other tokens, and no error."""
     async with bench(model, tokenizer, tmp_path) as made:
@@ -208,7 +208,7 @@ WITH_ONE_CHECK_OFF = [
 
 
 async def test_with_one_check_off_another_sees_it_or_none_does(
-    model: DeepseekV4, tokenizer: Tokenizer, tmp_path: Path
+    model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     async with bench(model, tokenizer, tmp_path) as made:
         assert await made.verdicts("forget:swa") == ["coverage:swa"]

@@ -14,7 +14,7 @@ import pytest
 from cluster import Pair
 
 from server.engine.tokenizer import Tokenizer
-from server.model.network import DeepseekV4
+from server.model.interface import LoadedModel
 from tests.support.chat import chat_ids
 from tests.support.pair import Side, a_request, answer, running_decode
 from tests.support.processes import process_pair
@@ -156,7 +156,7 @@ def test_a_prompt_that_just_fits_is_served(client: openai.OpenAI) -> None:
 
 
 async def test_sixty_four_at_once_on_two_slots_equal_the_local_answers(
-    pair: Pair, model: DeepseekV4, tokenizer: Tokenizer
+    pair: Pair, model: LoadedModel, tokenizer: Tokenizer
 ) -> None:
     rng = random.Random(64)
     prompts = [rng.choices(range(10, 500), k=rng.randrange(1, 200)) for _ in range(64)]

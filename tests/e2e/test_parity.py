@@ -15,7 +15,7 @@ from server.engine.events import Command, Resume
 from server.engine.request import GenerationRequest
 from server.engine.tokenizer import Tokenizer
 from server.model.batch import Segment
-from server.model.network import DeepseekV4
+from server.model.interface import LoadedModel
 from server.model.state import state_components
 from tests.support.pair import Pair, Side, a_request, answer, running_decode, running_pair, tokens
 from tests.support.runners import make_runner
@@ -33,7 +33,7 @@ def requests_of(lengths: list[int], **sampling: object) -> list[GenerationReques
     return [a_request(prompt(n), logprobs=4, **sampling) for n in lengths]
 
 
-async def check_parity(model: DeepseekV4, tokenizer: Tokenizer, lengths: list[int], chunk: int) -> None:
+async def check_parity(model: LoadedModel, tokenizer: Tokenizer, lengths: list[int], chunk: int) -> None:
     """One after the other through a pair and through a local node with other ids: the outputs are equal, logprobs
     too.
     """
@@ -52,18 +52,18 @@ async def check_parity(model: DeepseekV4, tokenizer: Tokenizer, lengths: list[in
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
-async def test_tokens_and_logprobs_equal_the_local_run(model: DeepseekV4, tokenizer: Tokenizer, chunk: int) -> None:
+async def test_tokens_and_logprobs_equal_the_local_run(model: LoadedModel, tokenizer: Tokenizer, chunk: int) -> None:
     await check_parity(model, tokenizer, QUICK, chunk)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("chunk", CHUNKS)
-async def test_whole_grid_equals_the_local_run(model: DeepseekV4, tokenizer: Tokenizer, chunk: int) -> None:
+async def test_whole_grid_equals_the_local_run(model: LoadedModel, tokenizer: Tokenizer, chunk: int) -> None:
     await check_parity(model, tokenizer, LENGTHS, chunk)
 
 
-async def test_sixteen_at_once_equal_one_by_one(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+async def test_sixteen_at_once_equal_one_by_one(model: LoadedModel, tokenizer: Tokenizer) -> None:
     requests = requests_of([random.Random(i).randrange(1, 400) for i in range(32)], max_tokens=16)
     async with running_decode(model, tokenizer, Side(permute_seed=5), None) as (_, local):
         expected = [tokens((await answer(local, request))[0]) for request in requests]
@@ -91,7 +91,7 @@ async def committed_image(pair: Pair, request: GenerationRequest) -> tuple[bytes
     return before, images[0]
 
 
-def state_after_prompt(model: DeepseekV4, request: GenerationRequest, chunk: int) -> dict[str, bytes]:
+def state_after_prompt(model: LoadedModel, request: GenerationRequest, chunk: int) -> dict[str, bytes]:
     """Every component's live bytes as a node computes them (P scrubs its own as soon as D has committed)."""
     n = len(request.prompt_ids)
     runner = make_runner(model)
@@ -102,7 +102,7 @@ def state_after_prompt(model: DeepseekV4, request: GenerationRequest, chunk: int
     return {name: runner.arena.read(part) for name, part in runs.items() if name != HANDOFF}
 
 
-async def test_every_live_byte_arrives_and_no_other_changes(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+async def test_every_live_byte_arrives_and_no_other_changes(model: LoadedModel, tokenizer: Tokenizer) -> None:
     async with running_pair(model, tokenizer) as pair:
         layout, moved = pair.d.arena.layout, dict.fromkeys(pair.d.arena.layout.names, 0)
         for n in QUICK:
@@ -124,7 +124,7 @@ async def test_every_live_byte_arrives_and_no_other_changes(model: DeepseekV4, t
             await pair.settled()
 
 
-async def test_pieces_of_a_request_are_bounded(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+async def test_pieces_of_a_request_are_bounded(model: LoadedModel, tokenizer: Tokenizer) -> None:
     """Full-page runs + 3 (the part-filled page) + 3 for each ring component + 1 (the hand-off row)."""
     async with running_pair(model, tokenizer) as pair:
         rings = [c.name for c in pair.d.arena.layout.components if c.scope is Scope.SLOT and c.name != HANDOFF]
@@ -141,7 +141,7 @@ async def test_pieces_of_a_request_are_bounded(model: DeepseekV4, tokenizer: Tok
 
 
 @pytest.mark.parametrize(("p_k", "d_k"), [(0, 3), (0, 5), (3, 0), (5, 1)])
-async def test_peers_with_different_rings(model: DeepseekV4, tokenizer: Tokenizer, p_k: int, d_k: int) -> None:
+async def test_peers_with_different_rings(model: LoadedModel, tokenizer: Tokenizer, p_k: int, d_k: int) -> None:
     requests = requests_of([1, 5, 18, 64, 70, 129, 200, 257])
     async with running_decode(model, tokenizer, Side(), None) as (_, local):
         expected = [await answer(local, request) for request in requests]
@@ -152,7 +152,7 @@ async def test_peers_with_different_rings(model: DeepseekV4, tokenizer: Tokenize
             )
 
 
-def test_the_bundled_model_has_every_kind_of_component(model: DeepseekV4) -> None:
+def test_the_bundled_model_has_every_kind_of_component(model: LoadedModel) -> None:
     """So that the tests above miss none."""
     names = {spec.name for spec in state_components(model.config, "float32")}
     assert names == set(LIVE_RULES) - {"draft_swa"}

@@ -15,8 +15,8 @@ import pytest
 
 from server.cache.live import LIVE_RULES
 from server.engine.tokenizer import Tokenizer
+from server.model.interface import LoadedModel
 from server.model.loader import model_fingerprint
-from server.model.network import DeepseekV4
 from server.model.state import state_components
 from tests.support.checkpoints import BUNDLED
 from tests.support.http import http_server
@@ -58,6 +58,7 @@ UNFIT = {
     "model": (Side(identity=replace(SAME, model="another-model")), Side(), "another-model", "model"),
     "tokenizer": (Side(identity=replace(SAME, tokenizer="other-words")), Side(), "other-words", "tokenizer"),
     "dtype": (Side(identity=replace(SAME, dtype="bfloat16")), Side(), "bfloat16", "float32"),
+    "kernels": (Side(identity=replace(SAME, kernels="kernels-b")), Side(), "kernels-b", "kernels"),
     "page_size": (Side(page_size=128), Side(), "128", "256"),
     "components.swa.dtype": (Side(components=changed("swa", dtype="bfloat16")), Side(), "bfloat16", "float32"),
     "components.c4_kv.layer_ids": (Side(components=changed("c4_kv", layer_ids=(1,))), Side(), "(1,)", "(1, 3)"),
@@ -67,7 +68,7 @@ UNFIT = {
 """By the field that is named: both sides, and what each of them says of it (prefill, decode)."""
 
 
-def test_the_list_of_components_is_whole(model: DeepseekV4) -> None:
+def test_the_list_of_components_is_whole(model: LoadedModel) -> None:
     assert {spec.name for spec in state_components(model.config, "float32")} == set(COMPONENTS)
 
 
@@ -88,7 +89,7 @@ async def errors_of(node: TestNode, decode: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("field", UNFIT)
 async def test_a_prefill_node_that_does_not_fit_is_refused_by_name(
-    model: DeepseekV4, tokenizer: Tokenizer, field: str
+    model: LoadedModel, tokenizer: Tokenizer, field: str
 ) -> None:
     p_side, d_side, theirs, ours = UNFIT[field]
     started = time.monotonic()
@@ -107,7 +108,7 @@ async def test_a_prefill_node_that_does_not_fit_is_refused_by_name(
         assert pair.d.all_free
 
 
-async def test_a_refused_decode_node_does_not_disturb_one_that_fits(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+async def test_a_refused_decode_node_does_not_disturb_one_that_fits(model: LoadedModel, tokenizer: Tokenizer) -> None:
     request = a_request(range(20, 220))
     async with running_decode(model, tokenizer, Side(), None) as (_, local):
         expected = tokens((await answer(local, request))[0])
@@ -125,7 +126,7 @@ async def test_a_refused_decode_node_does_not_disturb_one_that_fits(model: Deeps
             assert peers_of(unfit)[0]["state"] == "refused"
 
 
-async def test_without_any_prefill_node_nothing_is_computed_here(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+async def test_without_any_prefill_node_nothing_is_computed_here(model: LoadedModel, tokenizer: Tokenizer) -> None:
     async with running_decode(model, tokenizer, Side(), ("127.0.0.1:1",)) as (node, decode):
         started = time.monotonic()
         await until(lambda: "nobody" in peers_of(decode)[0]["reason"], KNOWN_S, "it is known")

@@ -10,7 +10,7 @@ from server.engine.engine import Engine
 from server.engine.events import ComputeFailed, Event, Finished, Generate, Output, PrefillFinished
 from server.engine.request import GenerationRequest
 from server.engine.tokenizer import Tokenizer
-from server.model.network import DeepseekV4
+from server.model.interface import LoadedModel
 from tests.support.runners import make_runner
 
 TIMEOUT_S = 60.0
@@ -19,7 +19,7 @@ TIMEOUT_S = 60.0
 class Harness:
     """An engine with ``k`` draft tokens a step, over poisoned memory."""
 
-    def __init__(self, model: DeepseekV4, tokenizer: Tokenizer, k: int = 0, *, cold: bool = False) -> None:
+    def __init__(self, model: LoadedModel, tokenizer: Tokenizer, k: int = 0, *, cold: bool = False) -> None:
         runner = make_runner(model, spec_tokens=k, pages=60)
         self.arena = runner.arena
         self.events: queue.Queue[Event] = queue.Queue()

@@ -33,12 +33,12 @@ from server.engine.runner import ModelRunner
 from server.engine.stopping import OutputProcessor
 from server.engine.tokenizer import Tokenizer
 from server.failure import Failure
-from server.model.network import DeepseekV4
+from server.model.interface import LoadedModel
 from tests.engine.harness import Harness, outputs_of, tokens_of
 
 
 @pytest.fixture
-def harness(model: DeepseekV4, tokenizer: Tokenizer) -> Iterator[Harness]:
+def harness(model: LoadedModel, tokenizer: Tokenizer) -> Iterator[Harness]:
     made = Harness(model, tokenizer)
     yield made
     made.engine.stop()
@@ -208,7 +208,7 @@ def test_sampling_depends_on_seed_and_position_only(harness: Harness) -> None:
     assert answers[0] == answers[1] != answers[2]
 
 
-def test_poisoned_memory_is_never_read(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+def test_poisoned_memory_is_never_read(model: LoadedModel, tokenizer: Tokenizer) -> None:
     """The same request on poisoned and on zeroed memory: not a bit differs."""
     outputs = []
     for poison in (True, False):

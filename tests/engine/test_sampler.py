@@ -2,15 +2,28 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from server.engine.request import SamplingParams
-from server.engine.sampler import NonFiniteLogits, RowSampling, ranked, sample, uniform
+from server.engine import sampler
+from server.engine.request import SamplingParams, TokenLogprob
+from server.engine.sampler import EDIT, Edits, NonFiniteLogits, RowSampling, ranked, uniform
+from server.kernels.sampling import SampleKernel
+from tests.support.kernel_functions import functions
+
+Sample = Callable[[torch.Tensor, Sequence[RowSampling]], list[TokenLogprob]]
 
 GREEDY = SamplingParams()
+
+
+@pytest.fixture(params=["numpy", "kernel"])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """Each of the two forms of the rule."""
+    return partial(sampler.sample, kernel=SampleKernel(functions()) if request.param == "kernel" else None)
 
 
 def row(
@@ -32,7 +45,7 @@ def reference_distribution(logits: torch.Tensor, params: SamplingParams) -> np.n
     return result
 
 
-def test_greedy_takes_the_best_and_of_equals_the_lowest_id() -> None:
+def test_greedy_takes_the_best_and_of_equals_the_lowest_id(sample: Sample) -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]])
     assert [t.token_id for t in sample(logits, [row(), row()])] == [1, 0]
 
@@ -47,7 +60,7 @@ def test_greedy_takes_the_best_and_of_equals_the_lowest_id() -> None:
         SamplingParams(temperature=1.0, top_p=0.8, top_k=10),
     ],
 )
-def test_draws_follow_the_distribution(params: SamplingParams) -> None:
+def test_draws_follow_the_distribution(sample: Sample, params: SamplingParams) -> None:
     """Chi-square over 8,000 draws; the limit is the 99.99 % quantile (Wilson-Hilferty), and the draws are fixed."""
     logits = torch.randn(24, generator=torch.Generator().manual_seed(1)) * 1.5
     n = 8000
@@ -73,7 +86,7 @@ def test_uniform_numbers_are_uniform_and_of_their_arguments_alone() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [50, 5000])
-def test_rows_do_not_depend_on_the_batch(vocab_size: int) -> None:
+def test_rows_do_not_depend_on_the_batch(sample: Sample, vocab_size: int) -> None:
     logits = torch.randn(16, vocab_size, generator=torch.Generator().manual_seed(2)) * 4
     kinds = [
         SamplingParams(logprobs=5),
@@ -94,7 +107,7 @@ def test_rows_do_not_depend_on_the_batch(vocab_size: int) -> None:
     "params",
     [SamplingParams(temperature=1.0), SamplingParams(temperature=30.0), SamplingParams(temperature=9.0, top_p=0.99)],
 )
-def test_short_cut_for_large_vocabularies_is_exact(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_cut_for_large_vocabularies_is_exact(sample: Sample, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = (torch.randn(64, 4000, generator=torch.Generator().manual_seed(3)) * 3).round(decimals=1)  # many ties
     rows = [row(params, seed=1, position=i) for i in range(64)]
     short = sample(logits, rows)
@@ -108,7 +121,7 @@ def test_ties_are_ranked_by_id() -> None:
     assert ranked(values, 5).tolist() == [1, 3, 0, 2, 4]
 
 
-def test_logprobs_are_those_of_the_raw_logits() -> None:
+def test_logprobs_are_those_of_the_raw_logits(sample: Sample) -> None:
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(4))
     expected = torch.log_softmax(logits[0].double(), 0)
     best = int(logits[0].argmax())
@@ -120,7 +133,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert [v for _, v in chosen.top] == pytest.approx(values.tolist(), abs=1e-12)
 
 
-def test_banned_ids_are_never_chosen() -> None:
+def test_banned_ids_are_never_chosen(sample: Sample) -> None:
     logits = torch.tensor([[9.0, 8.0, 1.0]]).repeat(200, 1)
     ban = frozenset({0, 99})
     greedy = sample(logits, [row(banned=ban)] * 200)
@@ -131,20 +144,20 @@ def test_banned_ids_are_never_chosen() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-300, 1e30])
-def test_extreme_temperatures_are_fine(temperature: float) -> None:
+def test_extreme_temperatures_are_fine(sample: Sample, temperature: float) -> None:
     logits = torch.tensor([[1.0, 500.0, -1e30, -torch.inf]])
     [chosen] = sample(logits, [row(SamplingParams(temperature=temperature))])
     assert chosen.token_id in range(3)
 
 
-def test_top_k_and_top_p_limits() -> None:
+def test_top_k_and_top_p_limits(sample: Sample) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]])
     for params in [SamplingParams(temperature=9.0, top_k=1), SamplingParams(temperature=9.0, top_p=1e-9)]:
         assert {sample(logits, [row(params, position=i)])[0].token_id for i in range(50)} == {1}
     assert sample(logits, [row(SamplingParams(temperature=9.0, top_k=100))])[0].token_id in range(3)
 
 
-def test_broken_rows_are_named() -> None:
+def test_broken_rows_are_named(sample: Sample) -> None:
     logits = torch.zeros(4, 8)
     logits[1, 3] = torch.nan
     logits[3] = -torch.inf
@@ -153,7 +166,7 @@ def test_broken_rows_are_named() -> None:
     assert failure.value.rows == (1, 3)
 
 
-def test_low_precision_logits_and_no_rows() -> None:
+def test_low_precision_logits_and_no_rows(sample: Sample) -> None:
     logits = torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)
     [chosen] = sample(logits, [row(SamplingParams(logprobs=1))])
     assert chosen.top[0][0] == chosen.token_id == 1
@@ -162,7 +175,7 @@ def test_low_precision_logits_and_no_rows() -> None:
         sample(logits, [])
 
 
-def test_all_greedy_batch_is_one_argmax() -> None:
+def test_all_greedy_batch_is_one_argmax(sample: Sample) -> None:
     logits = torch.randn(16, 20_000)
     rows = [row()] * 16
     assert any(
@@ -174,3 +187,36 @@ def _timed(work: object) -> float:
     start = time.perf_counter()
     work()  # type: ignore[operator]
     return time.perf_counter() - start
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.8, 1.0, 5.0])
+def test_weights_are_those_of_the_softmax(temperature: float) -> None:
+    values = np.linspace(-30, 4, 50_000, dtype=np.float32)
+    exact = sampler.BEST_WEIGHT * np.exp((values.astype(np.float64) - values[-1]) / temperature)
+    weights = sampler.token_weights(values, temperature)
+    assert weights[-1] == sampler.BEST_WEIGHT
+    assert np.all(np.abs(weights - exact) <= 0.5 + 4e-6 * exact)
+
+
+def test_min_p_leaves_what_has_that_part_of_the_best(sample: Sample) -> None:
+    logits = torch.tensor([[0.0, 0.5, 0.2, 1.0, 0.5]]).log()
+    rows = [RowSampling(SamplingParams(temperature=1.0), 0, i, min_p=0.3) for i in range(300)]
+    counts = np.bincount([t.token_id for t in sample(logits.expand(300, -1), rows)], minlength=5)
+    assert (counts > 0).tolist() == [False, True, False, True, True]
+    only_best = [RowSampling(SamplingParams(temperature=1.0), 0, i, min_p=1.0) for i in range(50)]
+    assert {t.token_id for t in sample(logits.expand(50, -1), only_best)} == {3}
+
+
+def test_edits_are_applied_in_their_order(sample: Sample) -> None:
+    logits = torch.tensor([[2.0, -1.0, 4.0, 3.0, 5.0]])
+    table = np.array([(0, 3, 0.0), (1, 0, 9.0), (2, -1, 0.5), (3, 1, 0.0), (4, 2, -np.inf), (77, 1, 5.0)], EDIT)
+    edits = Edits(table, repetition=2.0, presence=0.25, frequency=0.5)
+    expected = torch.tensor([[2.0 / 2 - 1.5 - 0.25, -2.0 + 9.0, 4.5, 3.0 / 2 - 0.75, -torch.inf]])
+    params = SamplingParams(temperature=1.0, logprobs=5)
+    for i in range(30):
+        [edited] = sample(logits, [RowSampling(params, 1, i, edits=edits)])
+        [plain] = sample(expected, [RowSampling(params, 1, i)])
+        assert edited.token_id == plain.token_id
+        assert [token_id for token_id, _ in edited.top] == [4, 2, 3, 0, 1], "log probabilities are of the raw logits"
+    [best] = sample(logits, [RowSampling(GREEDY, 1, 1, banned=frozenset({1}), edits=edits)])
+    assert best.token_id == 2, "a ban and an edit of the same token"

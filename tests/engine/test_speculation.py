@@ -19,24 +19,24 @@ from server.engine.runner import ModelRunner
 from server.engine.sampler import RowSampling, sample
 from server.engine.speculation import ChainStart, accepted
 from server.engine.tokenizer import Tokenizer
-from server.model.loader import load_model
-from server.model.network import DeepseekV4
+from server.model.interface import LoadedModel
 from tests.engine.harness import Harness, tokens_of
 from tests.support.checkpoints import write_checkpoint
+from tests.support.models import load
 from tests.support.runners import make_runner
 
 LENGTHS = [1, 3, 18, 63, 64, 127, 129, 255, 257]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> DeepseekV4:
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     path: Path = tmp_path_factory.mktemp("draft")
     write_checkpoint(path, seed=5, draft=True, vocab_size=529)
-    return load_model(path, draft=True)
+    return load(path, draft=True)
 
 
 @pytest.fixture
-def harness(model: DeepseekV4, tokenizer: Tokenizer) -> Iterator[Callable[..., Harness]]:
+def harness(model: LoadedModel, tokenizer: Tokenizer) -> Iterator[Callable[..., Harness]]:
     made: list[Harness] = []
 
     def make(k: int, **options: bool) -> Harness:
@@ -177,7 +177,7 @@ def test_a_missing_draft_window_fails_by_name_instead_of_drafting_badly(harness:
     assert failed.failure.code == "non_finite_logits"
 
 
-def test_more_drafts_than_the_rings_can_undo_are_refused(model: DeepseekV4, tokenizer: Tokenizer) -> None:
+def test_more_drafts_than_the_rings_can_undo_are_refused(model: LoadedModel, tokenizer: Tokenizer) -> None:
     runner = make_runner(model, spec_tokens=3)
     with pytest.raises(ValueError, match="4 draft tokens a step cannot be undone: the rings have room for 3"):
         Engine(runner, tokenizer, lambda event: None, spec_tokens=4)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import DeepseekV4ForCausalLM
 
-from server.model.loader import load_model
-from server.model.network import DeepseekV4
+from server.model.interface import LoadedModel
 from tests.support.checkpoints import BUNDLED, write_checkpoint
+from tests.support.models import BOTH, load
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ class Pair:
     """The same weights in transformers and here."""
 
     oracle: DeepseekV4ForCausalLM
-    model: DeepseekV4
+    model: LoadedModel
 
     @torch.inference_mode()
     def reference(self, ids: list[int]) -> torch.Tensor:
@@ -45,19 +45,28 @@ class Pair:
 
 
 @pytest.fixture(scope="session")
-def bundled_pair() -> Pair:
-    oracle = DeepseekV4ForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32).eval()
-    return Pair(oracle, load_model(BUNDLED))
+def bundled_oracle() -> DeepseekV4ForCausalLM:
+    return DeepseekV4ForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session", params=BOTH)
+def kernels(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")
-def random_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Pair]:
+def bundled_pair(bundled_oracle: DeepseekV4ForCausalLM, kernels: str) -> Pair:
+    return Pair(bundled_oracle, load(BUNDLED, kernels))
+
+
+@pytest.fixture(scope="session")
+def random_pairs(tmp_path_factory: pytest.TempPathFactory, kernels: str) -> Callable[[int], Pair]:
     made: dict[int, Pair] = {}
 
     def make(seed: int) -> Pair:
         if seed not in made:
             path: Path = tmp_path_factory.mktemp(f"random-{seed}")
-            made[seed] = Pair(write_checkpoint(path, seed=seed), load_model(path))
+            made[seed] = Pair(write_checkpoint(path, seed=seed), load(path, kernels))
         return made[seed]
 
     return make

@@ -4,6 +4,7 @@ length.
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -12,19 +13,20 @@ import torch
 from server.cache.layout import Placement
 from server.engine.runner import ModelRunner
 from server.model.batch import Segment
-from server.model.loader import load_model
-from server.model.network import DeepseekV4
+from server.model.interface import LoadedModel
 from tests.support.checkpoints import BUNDLED, write_checkpoint
+from tests.support.models import BOTH, load
 from tests.support.runners import make_runner, prefill, prompt
 
 
-@pytest.fixture(scope="module", params=["bundled", "random"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DeepseekV4:
-    if request.param == "bundled":
-        return load_model(BUNDLED)
+@pytest.fixture(scope="module", params=itertools.product(BOTH, ["bundled", "random"]), ids="-".join)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    kernels, checkpoint = request.param
+    if checkpoint == "bundled":
+        return load(BUNDLED, kernels)
     path = tmp_path_factory.mktemp("random")
     write_checkpoint(path, seed=3)
-    return load_model(path)
+    return load(path, kernels)
 
 
 def placements(count: int, n_pages: int, seed: int) -> list[Placement]:
@@ -36,7 +38,7 @@ def placements(count: int, n_pages: int, seed: int) -> list[Placement]:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 257])
-def test_chunking_changes_no_bit(model: DeepseekV4, chunk: int) -> None:
+def test_chunking_changes_no_bit(model: LoadedModel, chunk: int) -> None:
     ids = prompt(389, model)
     whole = prefill(make_runner(model, pages=40), ids, Placement(1, (1, 2)), 1024)
     parts = prefill(make_runner(model, pages=40), ids, Placement(5, (9, 4)), chunk)
@@ -44,7 +46,7 @@ def test_chunking_changes_no_bit(model: DeepseekV4, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("spec_tokens", [0, 3, 5])
-def test_ring_length_changes_no_bit(model: DeepseekV4, spec_tokens: int) -> None:
+def test_ring_length_changes_no_bit(model: LoadedModel, spec_tokens: int) -> None:
     ids = prompt(300, model)
     base = prefill(make_runner(model), ids, Placement(1, (1, 2)), 64)
     longer = prefill(make_runner(model, spec_tokens=spec_tokens), ids, Placement(2, (3, 1)), 64)
@@ -63,7 +65,7 @@ def decode(runner: ModelRunner, texts: list[list[int]], where: list[Placement], 
     return [torch.stack(rows) for rows in logits]
 
 
-def test_sixteen_requests_get_the_bits_of_one(model: DeepseekV4) -> None:
+def test_sixteen_requests_get_the_bits_of_one(model: LoadedModel) -> None:
     lengths = [1, 3, 4, 5, 18, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 383]
     prompts = [prompt(n, model, seed=n) for n in lengths]
     alone = []
@@ -83,7 +85,7 @@ def test_sixteen_requests_get_the_bits_of_one(model: DeepseekV4) -> None:
         assert torch.equal(alone[i], torch.cat([firsts[i][None], batched[i]])), f"prompt of {lengths[i]} tokens"
 
 
-def test_prefill_decode_and_verify_share_a_forward(model: DeepseekV4) -> None:
+def test_prefill_decode_and_verify_share_a_forward(model: LoadedModel) -> None:
     """One batch with a prompt chunk, a decoding request and a run of several tokens equals the three alone."""
     runner, where = make_runner(model, pages=40), placements(3, 2, seed=1)
     a, b, c = (prompt(n, model, seed=n) for n in (200, 131, 257))
@@ -101,7 +103,7 @@ def test_prefill_decode_and_verify_share_a_forward(model: DeepseekV4) -> None:
         assert torch.equal(mine, expected)
 
 
-def test_rejected_tokens_are_undone_by_overwriting(model: DeepseekV4) -> None:
+def test_rejected_tokens_are_undone_by_overwriting(model: LoadedModel) -> None:
     """A run of 1 + k tokens of which only the first was right leaves the state of plain decoding."""
     k, ids = 3, prompt(254, model)
     plain, spec = make_runner(model, spec_tokens=k), make_runner(model, spec_tokens=k)

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from server.cache.layout import Placement
 from server.model.config import load_config
-from server.model.loader import load_model
 from server.model.state import state_components
 from tests.support.checkpoints import BUNDLED
+from tests.support.models import BOTH, load
 from tests.support.runners import make_runner, prefill, prompt
 
 
-def logits(dtype: torch.dtype, chunk: int) -> torch.Tensor:
-    model = load_model(BUNDLED, dtype=dtype)
+def logits(dtype: torch.dtype, chunk: int, kernels: str) -> torch.Tensor:
+    model = load(BUNDLED, kernels, dtype=dtype)
     return prefill(make_runner(model), prompt(150, model), Placement(2, (3, 1)), chunk)
 
 
-def test_bfloat16_is_near_fp32_and_chunk_invariant() -> None:
-    half, full = logits(torch.bfloat16, 150), logits(torch.float32, 150)
+@pytest.mark.parametrize("kernels", BOTH)
+def test_bfloat16_is_near_fp32_and_chunk_invariant(kernels: str) -> None:
+    half, full = logits(torch.bfloat16, 150, kernels), logits(torch.float32, 150, kernels)
     assert half.isfinite().all()
     scale = full.abs().amax(-1)
     assert ((half - full).abs().amax(-1) / scale).median() < 0.05
-    assert torch.equal(half, logits(torch.bfloat16, 32))
+    assert torch.equal(half, logits(torch.bfloat16, 32, kernels))
 
 
 def test_window_and_entries_shrink_but_compressor_states_stay_fp32() -> None:

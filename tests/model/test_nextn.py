@@ -12,10 +12,11 @@ from server.cache.layout import Placement
 from server.cache.live import LIVE_RULES
 from server.model.batch import Segment
 from server.model.config import CheckpointError
+from server.model.interface import LoadedModel
 from server.model.loader import has_draft, load_model
-from server.model.network import DeepseekV4
 from tests.model.plain_nextn import plain_nextn
 from tests.support.checkpoints import tensors_of, write_checkpoint
+from tests.support.models import BOTH, load
 from tests.support.runners import make_runner, prompt
 
 N = 90
@@ -29,12 +30,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def model(checkpoint: Path) -> DeepseekV4:
-    return load_model(checkpoint, draft=True)
+@pytest.fixture(scope="module", params=BOTH)
+def model(checkpoint: Path, request: pytest.FixtureRequest) -> LoadedModel:
+    return load(checkpoint, request.param, draft=True)
 
 
-def test_agrees_with_the_plain_layer_at_every_position(model: DeepseekV4, checkpoint: Path) -> None:
+def test_agrees_with_the_plain_layer_at_every_position(model: LoadedModel, checkpoint: Path) -> None:
     ids, runner = prompt(N + 8, model), make_runner(model)
     streams = runner.forward([Segment(ids[:N], 0, PLACE)]).streams
     expected_streams, expected = plain_nextn(tensors_of(checkpoint), streams, ids[1 : N + 1], model.config)
@@ -44,7 +45,7 @@ def test_agrees_with_the_plain_layer_at_every_position(model: DeepseekV4, checkp
         assert (out.streams[0] - expected_streams[t]).abs().max() < 1e-4 * expected_streams[t].abs().max()
 
 
-def test_a_segment_of_several_rows_equals_single_rows(model: DeepseekV4) -> None:
+def test_a_segment_of_several_rows_equals_single_rows(model: LoadedModel) -> None:
     ids, runner, other = prompt(N + 8, model), make_runner(model), make_runner(model, spec_tokens=5)
     streams = runner.forward([Segment(ids[:N], 0, PLACE)]).streams
     for t in range(N):
@@ -53,7 +54,7 @@ def test_a_segment_of_several_rows_equals_single_rows(model: DeepseekV4) -> None
     assert torch.equal(single, whole)
 
 
-def test_prompt_rows_need_no_attention_and_only_the_last_window(model: DeepseekV4) -> None:
+def test_prompt_rows_need_no_attention_and_only_the_last_window(model: LoadedModel) -> None:
     """Rows written without attention, only the live ones, leave the next draft step the same bits as a full pass."""
     ids = prompt(N + 8, model)
     full, sparse = make_runner(model), make_runner(model, poison=True)
@@ -68,7 +69,7 @@ def test_prompt_rows_need_no_attention_and_only_the_last_window(model: DeepseekV
     assert torch.equal(steps[0], steps[1])
 
 
-def test_a_cold_start_reads_nothing_before_it(model: DeepseekV4) -> None:
+def test_a_cold_start_reads_nothing_before_it(model: LoadedModel) -> None:
     ids, runner = prompt(N + 8, model), make_runner(model, poison=True)
     streams = runner.forward([Segment(ids[:N], 0, PLACE)]).streams
     cold = runner.draft([Segment([ids[N]], N - 1, PLACE, valid_from=N - 1)], streams[N - 1 :]).logits

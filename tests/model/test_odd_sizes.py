@@ -18,10 +18,10 @@ from server.engine.runner import ModelRunner
 from server.engine.sampler import RowSampling, sample
 from server.model import batch_invariant
 from server.model.batch import Segment
-from server.model.loader import load_model
-from server.model.network import DeepseekV4
+from server.model.interface import LoadedModel
 from server.model.rope import Rotation
 from tests.support.checkpoints import write_checkpoint
+from tests.support.models import BOTH, load
 from tests.support.runners import make_runner, prefill, prompt
 
 SHAPE: dict[str, Any] = {
@@ -65,14 +65,14 @@ N = 150
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], DeepseekV4]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @lru_cache
-    def load(case: str) -> DeepseekV4:
+    def write(case: str) -> Path:
         path: Path = tmp_path_factory.mktemp("odd")
         write_checkpoint(path, seed=1, draft=True, **{**SHAPE, **CASES[case]})
-        return load_model(path, draft=True)
+        return path
 
-    return load
+    return write
 
 
 @pytest.fixture
@@ -86,9 +86,9 @@ every_number_of_threads = pytest.mark.parametrize("threads", [1, 2, 3], indirect
 MODELS = [(case, 1) for case in CASES] + [("8 experts, 4 streams, 4 heads", 2), ("everything rotates", 3)]
 
 
-@pytest.fixture
-def model(load: Callable[[str], DeepseekV4], case: str, threads: int) -> DeepseekV4:
-    return load(case)
+@pytest.fixture(params=BOTH)
+def model(checkpoint: Callable[[str], Path], case: str, request: pytest.FixtureRequest) -> LoadedModel:
+    return load(checkpoint(case), request.param, draft=True)
 
 
 def place(i: int) -> Placement:
@@ -96,13 +96,15 @@ def place(i: int) -> Placement:
 
 
 @pytest.mark.parametrize(("case", "threads"), MODELS, indirect=["threads"])
-def test_rows_are_the_same_in_every_chunk_and_batch(model: DeepseekV4) -> None:
+def test_rows_are_the_same_in_every_chunk_and_batch(model: LoadedModel, threads: int) -> None:
     ids = prompt(N, model)
-    whole = prefill(make_runner(model), ids, place(0), N)
+    whole = prefill(make_runner(model, threads=threads), ids, place(0), N)
     for chunk in (16, 37):
-        assert torch.equal(whole, prefill(make_runner(model), ids, place(1), chunk)), f"chunk of {chunk}"
+        assert torch.equal(whole, prefill(make_runner(model, threads=threads), ids, place(1), chunk)), (
+            f"chunk of {chunk}"
+        )
 
-    runner = make_runner(model)
+    runner = make_runner(model, threads=threads)
     n_rest = [1, 2, 5, 9, 1]  # the same prompt five times, with other lengths of what is left of it
     for i, rest in enumerate(n_rest):
         prefill(runner, ids[:-rest], place(i), 64)
@@ -111,15 +113,15 @@ def test_rows_are_the_same_in_every_chunk_and_batch(model: DeepseekV4) -> None:
     for rest, mine in zip(n_rest, rows, strict=True):
         assert torch.equal(mine, whole[-rest:]), f"the last {rest} of {N} tokens in a batch"
 
-    alone = make_runner(model)
+    alone = make_runner(model, threads=threads)
     prefill(alone, ids[:-1], place(3), 64)
     assert torch.equal(alone.forward([Segment(ids[-1:], N - 1, place(3))]).logits, whole[-1:]), "one row alone"
 
 
 @pytest.mark.parametrize(("case", "threads"), MODELS, indirect=["threads"])
-def test_drafted_rows_are_the_same_alone_and_in_a_batch(model: DeepseekV4) -> None:
+def test_drafted_rows_are_the_same_alone_and_in_a_batch(model: LoadedModel, threads: int) -> None:
     ids = prompt(14, model)
-    runner, other = make_runner(model), make_runner(model)
+    runner, other = make_runner(model, threads=threads), make_runner(model, threads=threads)
     streams = runner.forward([Segment(ids[:-1], 0, place(0))]).streams
     single = draft_alone(runner, ids, streams)
     n_texts = 5

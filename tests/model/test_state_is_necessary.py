@@ -11,7 +11,7 @@ import torch
 
 from server.cache.layout import Placement
 from server.model.batch import Segment
-from server.model.network import DeepseekV4
+from server.model.interface import LoadedModel
 from tests.support.runners import make_runner, prefill
 
 N, PLACE = 393, Placement(2, (3, 1))
@@ -19,7 +19,7 @@ N, PLACE = 393, Placement(2, (3, 1))
 STEPS = 512 - N
 
 
-def logits_after(model: DeepseekV4, zeroed: str | None) -> torch.Tensor:
+def logits_after(model: LoadedModel, zeroed: str | None) -> torch.Tensor:
     """Logits of the next tokens (the same for every call) after a prompt, one component's live rows zeroed."""
     rng = random.Random(0)
     ids, follow = rng.choices(range(10, 500), k=N), rng.choices(range(10, 500), k=STEPS)
@@ -32,7 +32,7 @@ def logits_after(model: DeepseekV4, zeroed: str | None) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def healthy(model: DeepseekV4) -> torch.Tensor:
+def healthy(model: LoadedModel) -> torch.Tensor:
     return logits_after(model, None)
 
 
@@ -51,7 +51,7 @@ def healthy(model: DeepseekV4) -> torch.Tensor:
     ],
 )
 def test_zeroing_changes_the_logits_from_its_first_reader_on(
-    model: DeepseekV4, healthy: torch.Tensor, name: str, first_read: int
+    model: LoadedModel, healthy: torch.Tensor, name: str, first_read: int
 ) -> None:
     damaged = logits_after(model, name)
     differs = (healthy != damaged).any(-1).nonzero().flatten().tolist()

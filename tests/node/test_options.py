@@ -100,3 +100,15 @@ def test_the_default_of_max_tokens_is_told_with_its_cost(arguments: list[str], n
     assert settings.facts["default_max_tokens"] == n_tokens
     assert settings.facts["default_max_tokens_pages"] == n_pages
     assert n_tokens < settings.max_context
+
+
+def test_what_computes_and_why_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setenv("DSV4_KERNELS_BUILD", "absent")
+    resources = build_resources("decode", parse(NodeOptions, "node", "", []))
+    identity, reason = resources.context.identity.kernels, str(resources.settings.facts["kernels_reason"])
+    assert identity.startswith("python-torch")
+    assert reason.startswith("DSV4_KERNELS_BUILD=absent names no build")
+    assert caplog.messages.count(f"{identity} kernels ({reason})") == 1
+    labels = {"kernels": identity, "reason": reason}
+    assert resources.context.metrics.registry.get_sample_value("pd_kernels_info", labels) == 1

@@ -180,3 +180,11 @@ def test_a_wrong_command_line_is_refused_by_name(
     capsys: pytest.CaptureFixture[str], main: Main, options: list[str], words: str
 ) -> None:
     assert words in refused(capsys, main, *options)
+
+
+def test_kernels_that_are_demanded_and_cannot_be_had_are_named_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSV4_KERNELS_BUILD", "absent")
+    line = said(capsys, D, "--local-prefill", *FREE, "--kernels", "cpu")
+    assert line.startswith("launch_decode: --kernels cpu: DSV4_KERNELS_BUILD=absent names no build")

@@ -32,7 +32,14 @@ class Checkout:
         self.root = root
         self.log = root / "python.log"
         (root / "scripts").mkdir(parents=True)
-        for name in ("scripts/setup", "scripts/test", "scripts/quickstart", "pyproject.toml", "constraints.txt"):
+        for name in (
+            "scripts/setup",
+            "scripts/test",
+            "scripts/quickstart",
+            "setup.py",
+            "pyproject.toml",
+            "constraints.txt",
+        ):
             shutil.copy(ROOT / name, root / name)
         (root / ".venv" / "bin").mkdir(parents=True)
         self.python("exit 0")

@@ -27,7 +27,7 @@ from server.engine.runner import ModelRunner
 from server.engine.tokenizer import Tokenizer
 from server.faults.injection import hooks_of
 from server.faults.spec import FaultSet
-from server.model.network import DeepseekV4
+from server.model.interface import LoadedModel
 from server.model.state import state_components
 from server.node.context import NodeContext
 from server.prefill.node import PrefillNode, PrefillSettings
@@ -38,7 +38,7 @@ from server.transfer.metrics import NodeMetrics
 from server.transfer.rooms import Deadlines
 from tests.support.waiting import until
 
-SAME = ModelIdentity("model", "tokenizer", "float32")
+SAME = ModelIdentity("model", "tokenizer", "float32", "kernels")
 Specs = tuple[ComponentSpec, ...]
 
 _ids = itertools.count()
@@ -72,7 +72,7 @@ class TestNode:
 
     __test__ = False
 
-    def __init__(self, model: DeepseekV4, tokenizer: Tokenizer, side: Side) -> None:
+    def __init__(self, model: LoadedModel, tokenizer: Tokenizer, side: Side) -> None:
         components = side.components(state_components(model.config, "float32", side.spec_tokens, draft=side.draft))
         geometry = CacheGeometry(
             side.page_size, side.pages + 1, side.slots + 1, model.config.sliding_window, side.spec_tokens, components
@@ -195,7 +195,7 @@ def a_request(prompt_ids: Sequence[int], **sampling: Any) -> GenerationRequest:
 
 @contextlib.asynccontextmanager
 async def running_prefill(
-    model: DeepseekV4,
+    model: LoadedModel,
     tokenizer: Tokenizer,
     side: Side,
     *,
@@ -211,7 +211,7 @@ async def running_prefill(
 
 @contextlib.asynccontextmanager
 async def running_decode(
-    model: DeepseekV4,
+    model: LoadedModel,
     tokenizer: Tokenizer,
     side: Side,
     peers: tuple[str, ...] | None,
@@ -232,7 +232,7 @@ async def running_decode(
 
 @contextlib.asynccontextmanager
 async def running_pair(
-    model: DeepseekV4,
+    model: LoadedModel,
     tokenizer: Tokenizer,
     p: Side | None = None,
     d: Side | None = None,

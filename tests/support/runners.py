@@ -11,18 +11,22 @@ from server.cache.layout import ArenaLayout, Placement
 from server.cache.specs import CacheGeometry
 from server.engine.runner import ModelRunner
 from server.model.batch import Segment
-from server.model.network import DeepseekV4
+from server.model.interface import LoadedModel
 from server.model.state import state_components
 
 
-def make_runner(model: DeepseekV4, *, spec_tokens: int = 0, poison: bool = True, pages: int = 16) -> ModelRunner:
+def make_runner(
+    model: LoadedModel, *, spec_tokens: int = 0, poison: bool = True, pages: int = 16, threads: int = 1
+) -> ModelRunner:
     config, dtype = model.config, str(model.dtype).removeprefix("torch.")
-    components = state_components(config, dtype, spec_tokens, draft=model.nextn is not None)
+    components = state_components(config, dtype, spec_tokens, draft=model.drafts)
     geometry = CacheGeometry(256, pages, 20, config.sliding_window, spec_tokens, components)
-    return ModelRunner(model, Arena(ArenaLayout.from_geometry(geometry), poison=poison))
+    runner = ModelRunner(model, Arena(ArenaLayout.from_geometry(geometry), poison=poison))
+    runner.set_threads(threads)
+    return runner
 
 
-def prompt(n: int, model: DeepseekV4, seed: int = 0) -> list[int]:
+def prompt(n: int, model: LoadedModel, seed: int = 0) -> list[int]:
     """``n`` random token ids, without the special ones."""
     return random.Random(seed).choices(range(3, model.config.vocab_size), k=n)
 

@@ -15,7 +15,7 @@ from server.transfer.manifest import Manifest, ModelIdentity, TransportIdentity,
 
 WINDOW = 16
 PAGE_SIZE = 256
-IDENTITY = ModelIdentity(model="model-a", tokenizer="tokenizer-a", dtype="float32")
+IDENTITY = ModelIdentity(model="model-a", tokenizer="tokenizer-a", dtype="float32", kernels="kernels-a")
 LOOPBACK = TransportIdentity("loopback", "1", "memory")
 
 

@@ -44,6 +44,7 @@ REFUSED: dict[str, Any] = {
     "model": "model-b",
     "tokenizer": "tokenizer-b",
     "dtype": "bfloat16",
+    "kernels": "kernels-b",
     "page_size": 128,
     "window": 8,
 }
@@ -53,6 +54,7 @@ FREE: dict[str, tuple[str, Any]] = {
     "transport_version": ("the engines settle that between themselves", "2"),
     "session": ("it is an address", "10.0.0.1:15000"),
     "spec_tokens": ("rows are paired by logical position, whatever the rings are", 5),
+    "deterministic": ("a node may promise more than its peer", False),
     "arena_base": ("it is an address", 1 << 30),
     "arena_nbytes": ("sizes of memory may differ; that the components lie inside is checked", 1 << 40),
     "components": ("compared entry by entry, below", ()),
@@ -103,6 +105,15 @@ def test_a_field_that_is_free_may_differ(field: str) -> None:
     decode = make_manifest("decode", **{field: FREE[field][1]})
     assert compare(PREFILL, decode) is None
     assert compare(decode, PREFILL) is None
+
+
+@pytest.mark.parametrize(("at_p", "at_d"), [(False, False), (True, False), (False, True)])
+def test_other_kernels_are_accepted_where_neither_side_promises_equal_bits(at_p: bool, at_d: bool) -> None:
+    prefill = make_manifest("prefill", deterministic=at_p)
+    decode = make_manifest("decode", deterministic=at_d, kernels="kernels-b")
+    for ours, theirs in ((prefill, decode), (decode, prefill)):
+        mismatch = compare(ours, theirs)
+        assert (mismatch.field if mismatch else None) == ("kernels" if at_p or at_d else None)
 
 
 @pytest.mark.parametrize("field", REFUSED_IN_A_COMPONENT)

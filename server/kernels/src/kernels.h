@@ -7,6 +7,7 @@
 #pragma once
 #include <cstdint>
 
+#pragma GCC visibility push(default)  // everything else stays inside the library
 extern "C" {
 
 enum Dtype : int32_t { FP32 = 0, BF16 = 1 };  // quantized kinds follow with the checkpoints that need them
@@ -132,3 +133,4 @@ int32_t kernels_draft(const Network*, const Step*, const void* before, float* lo
 int32_t kernels_draft_window(const Network*, const Step*, const void* before, int64_t* detail);
 
 }  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,206 @@
+"""A checkpoint's weights in the layout of the kernels: packed once, when it is loaded, and the originals dropped."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from server.kernels import abi
+from server.model.config import CSA, SLIDING, CheckpointError
+from server.model.network import DeepseekV4
+
+DTYPES = {torch.float32: abi.Dtype.FP32, torch.bfloat16: abi.Dtype.BF16}
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """The structures of a network without its pools (:mod:`.binding` adds them) and without its rotations.
+
+    ``memory`` is what they point to. ``draft`` is None where the draft layer was not loaded.
+    """
+
+    layers: ctypes.Array[abi.Layer]
+    draft: abi.Draft | None
+    network: abi.Network
+    memory: list[Any] = field(repr=False)
+
+
+def pack_weights(model: DeepseekV4, library: ctypes.CDLL) -> PackedWeights:
+    """Takes the weights out of ``model``, which cannot compute afterwards, one after the other: at no time there are
+    two copies of more than one of them.
+    """
+    return _Packer(model, library).weights()
+
+
+class _Packer:
+    def __init__(self, model: DeepseekV4, library: ctypes.CDLL) -> None:
+        self.config, self.dtype, self.library = model.config, model.dtype, library
+        self.drafts = model.drafts
+        self.memory: list[Any] = []
+        self.tensors = {name: parameter.data for name, parameter in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+    def weights(self) -> PackedWeights:
+        config = self.config
+        ratios = config.compress_ratios
+        layers = (abi.Layer * len(ratios))(*(self.layer(f"layers.{i}.", ratio) for i, ratio in enumerate(ratios)))
+        draft = self.draft() if self.drafts else None
+        embedding = self.copy(self.tensors.pop("embed.weight"))
+        network = abi.Network(
+            embedding=embedding.data_ptr(),
+            head=self.head(""),
+            lm_head=self.matrix("head.weight"),
+            n_layers=len(layers),
+            vocab=config.vocab_size,
+            hidden=config.hidden_size,
+            streams=config.hc_mult,
+            embedding_dtype=DTYPES[embedding.dtype],
+            streams_dtype=DTYPES[self.dtype],
+        )
+        if self.tensors:
+            raise RuntimeError(f"no kernel takes the weight {next(iter(self.tensors))}")
+        return PackedWeights(layers, draft, network, self.memory)
+
+    # --- parts of a layer ---------------------------------------------------------------------------------------------
+
+    def layer(self, key: str, ratio: int) -> abi.Layer:
+        return abi.Layer(
+            hc_attn=self.hyper_connection(f"{key}hc_attn.", f"{key}attn_norm.weight"),
+            hc_ffn=self.hyper_connection(f"{key}hc_ffn.", f"{key}ffn_norm.weight"),
+            attention=self.attention(f"{key}attn.", ratio),
+            experts=self.experts(f"{key}ffn."),
+        )
+
+    def hyper_connection(self, key: str, norm: str) -> abi.HyperConnection:
+        config = self.config
+        return abi.HyperConnection(
+            fn=self.matrix(f"{key}fn"),
+            base=self.vector(f"{key}base"),
+            scale=self.vector(f"{key}scale"),
+            norm=self.vector(norm),
+            streams=config.hc_mult,
+            hidden=config.hidden_size,
+            iterations=config.hc_sinkhorn_iters,
+            hc_eps=config.hc_eps,
+            norm_eps=config.rms_norm_eps,
+        )
+
+    def head(self, key: str) -> abi.HyperConnection:
+        return self.hyper_connection(f"{key}hc_head.", f"{key}norm.weight")
+
+    def attention(self, key: str, ratio: int) -> abi.Attention:
+        config = self.config
+        into, queries, state = ["wq_a", "wkv"], ["wq_b"], ["compressor.wkv", "compressor.wgate"]
+        if ratio == CSA:
+            into.append("indexer.weights_proj")
+            queries.append("indexer.wq_b")
+            state += ["indexer.compressor.wkv", "indexer.compressor.wgate"]
+        packed = abi.Attention(
+            in_proj=self.matrix(*(f"{key}{name}.weight" for name in into)),
+            q_proj=self.matrix(*(f"{key}{name}.weight" for name in queries)),
+            wo_a=self.groups(list(self.tensors.pop(f"{key}wo_a.weight").chunk(config.o_groups, dim=0))),
+            wo_b=self.groups(list(self.tensors.pop(f"{key}wo_b.weight").chunk(config.o_groups, dim=1))),
+            q_norm=self.vector(f"{key}q_norm.weight"),
+            kv_norm=self.vector(f"{key}kv_norm.weight"),
+            sink=self.vector(f"{key}attn_sink"),
+            ratio=ratio,
+            heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            rope_dim=config.rope_dim,
+            q_rank=config.q_lora_rank,
+            window=config.sliding_window,
+            uses_compress_rope=ratio != SLIDING,
+            norm_eps=config.rms_norm_eps,
+        )
+        if ratio != SLIDING:
+            packed.state_proj = self.matrix(*(f"{key}{name}.weight" for name in state))
+            packed.compressor = self.compressor(f"{key}compressor.", ratio, config.head_dim, 0)
+        if ratio == CSA:
+            columns = 4 * config.head_dim  # wkv and wgate of the two halves are before it
+            packed.index_heads, packed.index_dim = config.index_n_heads, config.index_head_dim
+            packed.index_topk = config.index_topk
+            packed.indexer = self.compressor(f"{key}indexer.compressor.", ratio, config.index_head_dim, columns)
+        return packed
+
+    def compressor(self, key: str, ratio: int, width: int, columns: int) -> abi.Compressor:
+        return abi.Compressor(
+            ape=self.vector(f"{key}ape"),
+            norm=self.vector(f"{key}norm.weight"),
+            ratio=ratio,
+            width=width,
+            columns=columns,
+            norm_eps=self.config.rms_norm_eps,
+        )
+
+    def experts(self, key: str) -> abi.Experts:
+        config = self.config
+        names = [f"{key}experts.{i}." for i in range(config.n_routed_experts)] + [f"{key}shared_experts."]
+        up = (abi.Matrix * len(names))(*(self.matrix(f"{name}w1.weight", f"{name}w3.weight") for name in names))
+        down = (abi.Matrix * len(names))(*(self.matrix(f"{name}w2.weight") for name in names))
+        self.memory += [up, down]
+        by_token = self.tensors.pop(f"{key}gate.tid2eid", None)
+        if by_token is not None and not 0 <= int(by_token.min()) <= int(by_token.max()) < config.n_routed_experts:
+            raise CheckpointError(f"{key}gate.tid2eid names an expert that is none of {config.n_routed_experts}")
+        return abi.Experts(
+            gate=self.matrix(f"{key}gate.weight"),
+            up=up,
+            down=down,
+            bias=None if by_token is not None else self.vector(f"{key}gate.bias"),
+            by_token=None if by_token is None else self.copy(by_token).data_ptr(),
+            experts=config.n_routed_experts,
+            top_k=config.num_experts_per_tok,
+            inner=config.moe_intermediate_size,
+            hidden=config.hidden_size,
+            scale=config.routed_scaling_factor,
+            limit=config.swiglu_limit,
+        )
+
+    def draft(self) -> abi.Draft:
+        return abi.Draft(
+            e_norm=self.vector("mtp.0.enorm.weight"),
+            h_norm=self.vector("mtp.0.hnorm.weight"),
+            e_proj=self.matrix("mtp.0.e_proj.weight"),
+            h_proj=self.matrix("mtp.0.h_proj.weight"),
+            layer=self.layer("mtp.0.", SLIDING),
+            head=self.head("mtp.0."),
+            norm_eps=self.config.rms_norm_eps,
+        )
+
+    # --- tensors ------------------------------------------------------------------------------------------------------
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that lives as long as the network. The original may be a view of the whole file."""
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        self.memory.append(tensor)
+        return tensor
+
+    def vector(self, name: str) -> int:
+        """Where the elements of a small fp32 tensor begin."""
+        tensor = self.tensors.pop(name)
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"{name} is {tensor.dtype}; the kernels read it as float32")
+        return self.copy(tensor).data_ptr()
+
+    def matrix(self, *names: str) -> abi.Matrix:
+        """The matrices ``[out, in]`` of these names, one below the other, packed as one."""
+        parts = [self.tensors.pop(name) for name in names]
+        packed: abi.Matrix = self.groups([parts[0] if len(parts) == 1 else torch.cat(parts)]).first
+        return packed
+
+    def groups(self, matrices: Sequence[torch.Tensor]) -> abi.GroupedMatrix:
+        """Equal matrices ``[out, in]``, each packed by itself, one after the other in memory."""
+        n_out, n_in = matrices[0].shape
+        dtype = DTYPES[matrices[0].dtype]
+        nbytes = self.library.kernels_packed_nbytes(n_out, n_in, dtype)
+        memory = torch.empty(len(matrices), nbytes, dtype=torch.uint8)
+        self.memory.append(memory)
+        made = [abi.Matrix() for _ in matrices]
+        for matrix, place, packed in zip(matrices, memory, made, strict=True):
+            source = matrix.contiguous()
+            self.library.kernels_pack(source.data_ptr(), n_out, n_in, dtype, place.data_ptr(), packed)
+        return abi.GroupedMatrix(first=made[0], stride=nbytes, groups=len(matrices))

@@ -1,0 +1,92 @@
+// Rows of the arena as the layers see them: rings of slots and entries of pages, fp32 or bf16 (T is their element).
+//
+// A step reads its own rows and older ones alike. Its own are kept in the pool's dtype, so that a row is the same
+// number whether this step made it or an earlier one stored it; rings are written when the step has read them.
+#pragma once
+#include <algorithm>
+#include <cstring>
+
+#include "kernels.h"
+#include "lanes.h"
+
+namespace kernels {
+
+inline Lanes load_first(const Bf16* p, int n, float rest = 0.0f) {
+    Bf16 whole[LANES];
+    for (int i = 0; i < LANES; i++) whole[i] = i < n ? p[i] : float_to_bf16(rest);
+    return load(whole);
+}
+
+// Calls f with a null pointer to the element type of a pool.
+template <class F>
+inline void with_dtype(int32_t dtype, F f) {
+    if (dtype == BF16)
+        f(static_cast<const Bf16*>(nullptr));
+    else
+        f(static_cast<const float*>(nullptr));
+}
+
+template <class T>
+inline T* row_at(const Pool& pool, int64_t item, int64_t row) {
+    return reinterpret_cast<T*>(pool.data + item * pool.item_stride + row * pool.row_stride);
+}
+
+// One segment's rows of a ring component: those before the step in its slot, the step's own in `own` [rows, stride].
+template <class T>
+struct RingRows {
+    const Pool& pool;
+    const T* own;
+    int64_t stride, slot, start, first_row;
+
+    RingRows(const Pool& pool, const T* own, int64_t stride, const Step& step, int64_t segment)
+        : pool(pool), own(own), stride(stride), slot(step.slot[segment]), start(step.start[segment]),
+          first_row(step.first_row[segment]) {}
+
+    // Where the rows of positions first .. stop - 1 are; returns how many there are.
+    int64_t list(int64_t first, int64_t stop, const T** out) const {
+        const T** next = out;
+        const int64_t old = std::min(stop, start);
+        int64_t row = first % pool.rows;
+        for (int64_t position = first; position < old; position++) {
+            *next++ = row_at<const T>(pool, slot, row);
+            if (++row == pool.rows) row = 0;
+        }
+        const T* mine = own + (first_row + std::max(first, start) - start) * stride;
+        for (int64_t position = std::max(first, start); position < stop; position++, mine += stride) *next++ = mine;
+        return next - out;
+    }
+};
+
+inline int64_t end_of_segment(const Step& step, int64_t segment) {
+    return segment + 1 < step.segments ? step.first_row[segment + 1] : step.rows;
+}
+
+// Stores the step's own rows; of a segment that is longer than the ring, those that stay.
+template <class T>
+inline void write_ring(const Pool& pool, const Step& step, const T* own, int64_t stride) {
+    for (int64_t segment = 0; segment < step.segments; segment++) {
+        const int64_t end = end_of_segment(step, segment);
+        for (int64_t row = std::max(step.first_row[segment], end - pool.rows); row < end; row++)
+            std::memcpy(row_at<T>(pool, step.slot[segment], step.position[row] % pool.rows), own + row * stride,
+                        static_cast<size_t>(pool.width) * sizeof(T));
+    }
+}
+
+inline const int64_t* pages_of(const Step& step, int64_t segment) { return step.pages + segment * step.max_pages; }
+
+// Where entry `entry` of a segment lies.
+template <class T>
+inline T* entry_at(const Pool& pool, const int64_t* pages, int64_t entry) {
+    return row_at<T>(pool, pages[entry / pool.rows], entry % pool.rows);
+}
+
+// Where entries 0 .. count - 1 of a segment lie.
+template <class T>
+inline void list_entries(const Pool& pool, const int64_t* pages, int64_t count, const T** out) {
+    for (int64_t first = 0; first < count; first += pool.rows, pages++) {
+        const int64_t stop = std::min<int64_t>(count, first + pool.rows);
+        for (int64_t entry = first; entry < stop; entry++) out[entry] = row_at<const T>(pool, *pages, entry - first);
+    }
+}
+
+}  // namespace kernels

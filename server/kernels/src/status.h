@@ -1,0 +1,20 @@
+// No exception crosses the C ABI: what a kernel throws becomes a Status.
+#pragma once
+#include <new>
+
+#include "kernels.h"
+
+namespace kernels {
+
+template <class F>
+int32_t guarded(F compute) {
+    try {
+        return compute();
+    } catch (const std::bad_alloc&) {
+        return OUT_OF_MEMORY;
+    } catch (...) {
+        return INTERNAL;
+    }
+}
+
+}  // namespace kernels

@@ -1,0 +1,60 @@
+"""What an engine needs of a model, so that another implementation of the same network can take its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from server.cache.arena import Arena
+from server.model.batch import Segment
+from server.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """``logits`` ``[wanted rows, vocab]`` in fp32; ``streams`` ``[real rows, N, D]``: the last block's output of every
+    row.
+    """
+
+    logits: torch.Tensor
+    streams: torch.Tensor
+
+
+class BoundModel(Protocol):
+    """A model that computes on one arena: its forwards read and write the pools there. Used by one thread."""
+
+    def forward(self, segments: Sequence[Segment], *, every_row: bool) -> ForwardOutput:
+        """One forward over runs of several requests. Logits of each segment's last row, or of every row."""
+        ...
+
+    def draft(self, segments: Sequence[Segment], streams: torch.Tensor) -> ForwardOutput:
+        """One draft step. ``token_ids`` of a segment are those *after* its positions; ``streams`` ``[rows, N, D]`` of
+        all rows. Logits of each segment's last row.
+        """
+        ...
+
+    def draft_rows(self, segments: Sequence[Segment], streams: torch.Tensor) -> None:
+        """The draft's window rows of a prompt, as :meth:`draft` takes them, without predicting anything."""
+        ...
+
+    def set_threads(self, n: int) -> None:
+        """How many CPU threads one operation may use."""
+        ...
+
+
+class LoadedModel(Protocol):
+    """A checkpoint's weights in memory."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    """Of the state and of the streams between forwards."""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the draft layer is loaded."""
+        ...
+
+    def bind(self, arena: Arena) -> BoundModel: ...
