@@ -99,9 +99,10 @@ def markdown(report: Report) -> str:
     setting = report["setting"]
     lines += [
         "",
-        f"{setting['machine']}, {setting['cpus']} CPUs, {setting['threads']} thread of one operation in every process; "
-        f"{setting['date']}; torch {setting['torch']}, transformers {setting['transformers']}. Values with one slash "
-        "between each belong to the sizes in their order.",
+        f"![growth with the prompt, and gaps between tokens]({PICTURE.relative_to(ROOT)})",
+        "",
+        f"{setting['machine']}, {setting['cpus']} CPUs; threads of one operation, in every process: {setting['threads']}"
+        f"; {setting['date']}; torch {setting['torch']}, transformers {setting['transformers']}.",
     ]
     return "\n".join(lines)
 

@@ -22,14 +22,18 @@ LEAST_SHARE_AT_ONCE = 0.25
 TRANSFORMERS_PREFILL_MOST = 4096
 """Tokens: it keeps every score of a prompt's attention and index, gigabytes beyond this."""
 
+PATIENCE = 2
+"""Times --seconds for one prompt: a slow one is measured once rather than not at all."""
+
 Decode = Callable[[Sequence[Prompt], int], list[Stream]]
 
 
 @contextmanager
 def running_engines(session: Session, checkpoint: str, dtype: str) -> Iterator[dict[str, LocalEngine]]:
-    """The engine as a node would run it and, where kernels can be chosen, the one that runs the Python model."""
+    """The engine as a node runs it and, in fp32 and where kernels can be chosen, the one that runs the Python model."""
     path = session.checkpoints.path(checkpoint)
-    chosen = {ENGINE: None, PYTHON: "python"} if kernels_can_be_chosen() else {ENGINE: None}
+    both = kernels_can_be_chosen() and dtype == "float32"
+    chosen = {ENGINE: None, PYTHON: "python"} if both else {ENGINE: None}
     engines: dict[str, LocalEngine] = {}
     try:
         for name, kernels in chosen.items():
@@ -76,12 +80,12 @@ def _measure_batch(
     sizes = session.sizes
     name = f"decode, {checkpoint} {dtype}, {requests(batch)}"
     session.on_step(name)
-    prompts = session.prompts.many(batch, sizes.decode_prompt)
+    prompts = session.prompts.for_decoding(batch, sizes)
     n_tokens = {
         variant: tokens_that_fit(decode, prompts, sizes.round_s, sizes.most_decode_tokens)
         for variant, decode in variants.items()
     }
-    context = sizes.decode_prompt + n_tokens[ENGINE] // 2
+    context = len(prompts[0]) + n_tokens[ENGINE] // 2
     state = state_nbytes(engine.model_config, engine.layout, context)
     nbytes = weight_nbytes(engine.model_config, dtype, batch) + batch * state
     reader = MemoryReader(nbytes)
@@ -96,7 +100,7 @@ def _measure_batch(
         "tokens/s",
         ((ENGINE, TRANSFORMERS), (ENGINE, PYTHON), (PYTHON, TRANSFORMERS), (ENGINE, ROOFLINE)),
         size={"checkpoint": checkpoint, "dtype": dtype, "requests": batch, "tokens": n_tokens}
-        | {"prompt_tokens": sizes.decode_prompt, "step_nbytes": nbytes},
+        | {"prompt_tokens": len(prompts[0]), "step_nbytes": nbytes},
     )
     return session.measure(m, one_round)
 
@@ -117,7 +121,7 @@ def measure_prefill(session: Session) -> Iterator[Measurement]:
             if checkpoint != "flash":
                 lengths = session.sizes.prefill
                 prefills[TRANSFORMERS] = Transformers(session.checkpoints.path(checkpoint), dtype).prefill_s
-            pace = Pace(session.sizes.seconds, {TRANSFORMERS: TRANSFORMERS_PREFILL_MOST})
+            pace = Pace(PATIENCE * session.sizes.seconds, {TRANSFORMERS: TRANSFORMERS_PREFILL_MOST})
             for n in lengths:
                 m = Measurement(
                     "prefill",

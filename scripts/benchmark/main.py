@@ -13,7 +13,8 @@ Parts, all of them if none is named:
   startup      from a node's command to ready
 
 Starts its own servers on free ports and ends them. What is too slow to be measured in --seconds is measured less often,
-or left out with a note. Exit codes: 0 done; 2 a part could not be measured (the others were); 130 stopped.
+or left out with a note. Exit codes: 0 done; 2 a part could not be measured (the others were); 130 stopped (what was
+measured until then is reported).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from cluster import ClusterFailed
+from cluster import ClusterFailed, StopRequested
 from cluster.tool import exit_code
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -47,6 +48,8 @@ from .report import print_table, setting_of, summary
 from .session import QUICK, Prompts, Session, Sizes
 from .speculation import measure_speculation
 from .startup import measure_startup
+
+STOPPED = 130
 
 PARTS: dict[str, Callable[[Session], Iterator[Measurement]]] = {
     "decode": measure_decode,
@@ -101,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     found: list[Measurement] = []
     failed: dict[str, str] = {}
     part_s: dict[str, float] = {}
+    stopped = False
     load_before = os.getloadavg()[0]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with (
@@ -119,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
             stack,
         )
         for name in names:
+            if stopped:
+                break
             started = time.monotonic()
             try:
                 for measurement in PARTS[name](session):
@@ -126,6 +132,9 @@ def run(args: argparse.Namespace) -> int:
                     progress.console.print(summary(measurement), highlight=False)
             except (BenchFailed, ClusterFailed) as error:
                 failed[name] = str(error)
+            except StopRequested as stop:
+                stopped = True
+                failed[name] = f"stopped by {stop}"
             part_s[name] = time.monotonic() - started
     setting = setting_of(session, load_before) | {"quick": args.quick, "part_s": part_s, "failed": failed}
     print_table(console, found, setting)
@@ -135,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
         write_json(args.output, setting, found)
     if args.write_readme and not failed:
         write_documents(setting, found)
-    return 2 if failed else 0
+    return STOPPED if stopped else 2 if failed else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

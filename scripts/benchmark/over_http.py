@@ -26,7 +26,7 @@ def measure_http(session: Session) -> Iterator[Measurement]:
     for batch in sizes.batches:
         name = f"decode over HTTP, bundled, {requests(batch)}"
         session.on_step(name)
-        prompts = session.prompts.many(batch, sizes.decode_prompt)
+        prompts = session.prompts.for_decoding(batch, sizes)
         n_tokens = {
             variant: tokens_that_fit(decode, prompts, sizes.round_s, sizes.most_decode_tokens)
             for variant, decode in variants.items()
@@ -37,7 +37,7 @@ def measure_http(session: Session) -> Iterator[Measurement]:
             "tokens/s",
             ((PD, LOCAL), (PD, TRANSFORMERS), (LOCAL, TRANSFORMERS), (PD, PD + BASELINE), (LOCAL, LOCAL + BASELINE)),
             size={"checkpoint": "bundled", "dtype": "float32", "requests": batch, "tokens": n_tokens}
-            | {"prompt_tokens": sizes.decode_prompt},
+            | {"prompt_tokens": len(prompts[0])},
         )
         yield session.measure(m, partial(decode_round, variants, prompts, n_tokens))
 

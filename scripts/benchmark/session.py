@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LEAST_PROMPT = 8
 WARM_UP_SHARE = 0.25
 """A first round that took more than this share of a measurement's time counts: a second one would be too dear."""
 
@@ -31,14 +32,16 @@ class Sizes:
     """How much is measured.
 
     ``rounds`` and ``seconds`` bound one measurement; slow variants do fewer rounds, or are left out with a note.
-    ``round_s`` is about how long one variant decodes in one round. Lengths are in tokens.
+    ``round_s`` is about how long one variant decodes in one round. Lengths are in tokens; ``batch_prompts`` bounds all
+    prompts of one batch together, so that most of a round is decoding.
     """
 
     rounds: int = 7
-    seconds: float = 12.0
-    round_s: float = 0.4
+    seconds: float = 8.0
+    round_s: float = 0.25
     batches: tuple[int, ...] = (1, 4, 16, 64)
     decode_prompt: int = 64
+    batch_prompts: int = 256
     most_decode_tokens: int = 256
     prefill: tuple[int, ...] = (512, 2048, 8000)
     ttft: tuple[int, ...] = (128, 512, 2048, 8000)
@@ -58,6 +61,7 @@ QUICK = Sizes(
     round_s=0.05,
     batches=(1, 2),
     decode_prompt=16,
+    batch_prompts=32,
     most_decode_tokens=16,
     prefill=(64,),
     ttft=(64,),
@@ -140,6 +144,10 @@ class Prompts:
 
     def one(self, n_tokens: int, start: int = 0) -> Prompt:
         return tuple(islice(cycle(self._ids), start, start + n_tokens))
+
+    def for_decoding(self, batch: int, sizes: Sizes) -> list[Prompt]:
+        """Those of ``batch`` requests that decode side by side."""
+        return self.many(batch, max(LEAST_PROMPT, min(sizes.decode_prompt, sizes.batch_prompts // batch)))
 
     def many(self, n: int, n_tokens: int) -> list[Prompt]:
         """``n`` different ones: no two begin at the same place."""
