@@ -97,12 +97,13 @@ def markdown(report: Report) -> str:
         lines += [_line(row, group) for group in groups.values()]
     lines += _speculation(report)
     setting = report["setting"]
+    threads = f"threads of one operation, in every process: {setting['threads']}"
     lines += [
         "",
         f"![growth with the prompt, and gaps between tokens]({PICTURE.relative_to(ROOT)})",
         "",
-        f"{setting['machine']}, {setting['cpus']} CPUs; threads of one operation, in every process: {setting['threads']}"
-        f"; {setting['date']}; torch {setting['torch']}, transformers {setting['transformers']}.",
+        f"{setting['machine']}, {setting['cpus']} CPUs; {threads}; {setting['date']}; "
+        f"torch {setting['torch']}, transformers {setting['transformers']}.",
     ]
     return "\n".join(lines)
 

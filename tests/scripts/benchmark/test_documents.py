@@ -67,10 +67,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_sizes_of_one_thing_are_one_row(folder: Path) -> None:
     documents.write_documents(SETTING, everything())
     table = documents.parts_of_readme()[1]
-    assert (
-        "| decode; bundled, float32 | 1 / 16 requests | 4,000 / 9,000 tokens/s | engine / transformers: 40 / 90 |"
-        in (table.splitlines())
-    )
+    row = "| decode; bundled, float32 | 1 / 16 requests | 4,000 / 9,000 tokens/s | engine / transformers: 40 / 90 |"
+    assert row in table.splitlines()
     assert "PD / local: 1.30; PD minus local: 6.00 ms" in table
     assert "to k = 0: 0.75; accept length 1.80" in table
     assert "a CPU, 2 CPUs; threads of one operation, in every process: 1; 2026-01-02" in table
