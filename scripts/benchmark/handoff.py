@@ -23,7 +23,7 @@ PAGE_SIZE, MARGIN_TOKENS = 256, 512
 RAW_WRITES_A_ROUND = 5
 """A write takes a fraction of a millisecond: each round takes the median of several."""
 SHORT_PROMPT = 64
-PATIENCE = 4
+PATIENCE = 8
 """Times --seconds for one prompt: a long one is measured once rather than not at all."""
 
 

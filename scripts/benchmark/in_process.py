@@ -17,11 +17,13 @@ from .session import Pace, Session
 ENGINE, PYTHON, TRANSFORMERS, ROOFLINE = "engine", "engine, --kernels python", "transformers", "roofline"
 SETTINGS = (("bundled", "float32"), ("medium", "float32"), ("medium", "bfloat16"))
 PAGES, SLOTS = 512, 64
+MOST_LONGER = 4
 LEAST_SHARE_AT_ONCE = 0.25
 """Of an answer's tokens, those that are decoded while all requests decode: fewer would say little."""
 TRANSFORMERS_PREFILL_MOST = 4096
 """Tokens: it keeps every score of a prompt's attention and index, gigabytes beyond this."""
 
+TRIES = 3
 PATIENCE = 2
 """Times --seconds for one prompt: a slow one is measured once rather than not at all."""
 
@@ -48,7 +50,7 @@ def running_engines(session: Session, checkpoint: str, dtype: str) -> Iterator[d
 
 def tokens_that_fit(decode: Decode, prompts: Sequence[Prompt], round_s: float, most: int) -> int:
     """How many tokens each request decodes in a round of about ``round_s``: 4 to ``most``, and more if only so all of
-    them ever decode at once. Raises :class:`BenchFailed`.
+    them ever decode at once, up to ``MOST_LONGER`` times as many. Raises :class:`BenchFailed`.
     """
     n = 4
     while True:
@@ -58,7 +60,7 @@ def tokens_that_fit(decode: Decode, prompts: Sequence[Prompt], round_s: float, m
         all_at_once = decoding_at_once(streams)[2] >= LEAST_SHARE_AT_ONCE * n * len(prompts)
         if all_at_once and (seconds >= round_s or n >= most):
             return n
-        if n >= 32 * most:
+        if n >= MOST_LONGER * most:
             raise BenchFailed(f"{len(prompts)} requests never decoded all at once, with {n} tokens each")
         n *= 2
 
@@ -108,9 +110,16 @@ def _measure_batch(
 def decode_round(
     variants: dict[str, Decode], prompts: Sequence[Prompt], n_tokens: dict[str, int], m: Measurement
 ) -> None:
-    """The rate of every variant, in turn, with its own number of tokens."""
+    """The rate of every variant, in turn, with its own number of tokens: twice as many from now on where a round has
+    shown that they are too few to decode all at once.
+    """
     for name, decode in variants.items():
-        m.add(name, decode_rate(decode(prompts, n_tokens[name])))
+        for _ in range(TRIES):
+            streams = decode(prompts, n_tokens[name])
+            if decoding_at_once(streams)[2]:
+                break
+            n_tokens[name] *= 2
+        m.add(name, decode_rate(streams))
 
 
 def measure_prefill(session: Session) -> Iterator[Measurement]:

@@ -28,7 +28,7 @@ def measure_http(session: Session) -> Iterator[Measurement]:
         session.on_step(name)
         prompts = session.prompts.for_decoding(batch, sizes)
         n_tokens = {
-            variant: tokens_that_fit(decode, prompts, sizes.round_s, sizes.most_decode_tokens)
+            variant: tokens_that_fit(decode, prompts, sizes.round_s, sizes.most_http_tokens)
             for variant, decode in variants.items()
         }
         m = Measurement(

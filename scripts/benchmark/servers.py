@@ -18,7 +18,7 @@ from .session import Session
 READY_TIMEOUT_S = 180.0
 COUNTED_TIMEOUT_S = 30.0
 PD, LOCAL, BASELINE = "PD", "local", ", baseline"
-PAGES, SLOTS = 512, 64
+PAGES, SLOTS = 1200, 64
 CORES = 2
 HAND_OFF_PHASES = ("digest", "transfer", "commit")
 """Of ``pd_phase_seconds``: from the end of a prompt's last forward until the decode node has committed its state."""

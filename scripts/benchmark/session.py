@@ -43,6 +43,7 @@ class Sizes:
     decode_prompt: int = 64
     batch_prompts: int = 256
     most_decode_tokens: int = 256
+    most_http_tokens: int = 1024
     prefill: tuple[int, ...] = (512, 2048, 8000)
     ttft: tuple[int, ...] = (128, 512, 2048, 8000)
     handoff: tuple[int, ...] = (512, 2048)
@@ -63,6 +64,7 @@ QUICK = Sizes(
     decode_prompt=16,
     batch_prompts=32,
     most_decode_tokens=16,
+    most_http_tokens=64,
     prefill=(64,),
     ttft=(64,),
     handoff=(64,),

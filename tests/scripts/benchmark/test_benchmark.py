@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from benchmark.checkpoints import Checkpoints
-from benchmark.in_process import tokens_that_fit
+from benchmark.in_process import decode_round, tokens_that_fit
 from benchmark.main import PARTS, parse_args
 from benchmark.measurement import BenchFailed, Measurement, Prompt, Stream, decode_rate, percentile
 from benchmark.session import Pace, Prompts, Session, Sizes
@@ -54,7 +54,7 @@ def late_prompts(prompts: list[Prompt] | Any, n_tokens: int) -> list[Stream]:
 
 
 def test_requests_decode_as_many_tokens_as_they_need_to_be_at_it_all_at_once() -> None:
-    n = tokens_that_fit(late_prompts, [(1,)] * 16, round_s=0.0, most=8)
+    n = tokens_that_fit(late_prompts, [(1,)] * 16, round_s=0.0, most=64)
     assert n == 256
     assert decode_rate(late_prompts([(1,)] * 16, n)) == pytest.approx(16)
 
@@ -62,6 +62,13 @@ def test_requests_decode_as_many_tokens_as_they_need_to_be_at_it_all_at_once() -
 def test_requests_that_cannot_decode_all_at_once_are_named() -> None:
     with pytest.raises(BenchFailed, match="64 requests"):
         tokens_that_fit(late_prompts, [(1,)] * 64, round_s=0.0, most=8)
+
+
+def test_a_round_that_is_too_short_is_tried_again_with_more_tokens() -> None:
+    m, n_tokens = measurement(), {"late": 100}
+    decode_round({"late": late_prompts}, [(1,)] * 16, n_tokens, m)
+    assert n_tokens == {"late": 200}
+    assert m.values["late"] == [pytest.approx(16)]
 
 
 def test_gaps_are_those_within_the_window() -> None:
