@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 if TYPE_CHECKING:
     from server.engine.tokenizer_process import TokenizerProcess
     from server.failure import RequestFailed
@@ -88,8 +90,7 @@ class TokenLogprob:
     text_offset: int = 0
 
 
-@dataclass(frozen=True)
-class TokenOutput:
+class TokenOutput(msgspec.Struct, frozen=True):
     """What one engine step adds to one request. ``finish_reason`` is set on the last output only.
 
     ``text`` is the part of the answer that is now certain (never half a character, never part of a stop string).
