@@ -55,7 +55,8 @@ class DirectBody:
 
 def offer_direct_body(cycle: RequestResponseCycle) -> DirectBody:
     """Puts the direct body of ``cycle`` into its scope."""
-    body, scope = DirectBody(cycle), _any(cycle.scope)
+    body = DirectBody(cycle)
+    scope: Any = cycle.scope
     scope.setdefault("extensions", {})[_EXTENSION] = body
     return body
 
@@ -64,7 +65,3 @@ def direct_body(scope: Scope) -> DirectBody | None:
     """The direct body of an answer whose head is out, if it has one."""
     body = scope.get("extensions", {}).get(_EXTENSION)
     return body if isinstance(body, DirectBody) and body.is_chunked else None
-
-
-def _any(scope: Any) -> Any:
-    return scope
