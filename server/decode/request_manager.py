@@ -44,6 +44,9 @@ from server.transfer.rooms import GivenUp, RoomKey
 
 log = logging.getLogger(__name__)
 
+_RELEASING = (Finished, ComputeFailed, Scrubbed)
+"""Events after which the engine does not touch the request's memory again."""
+
 
 class RequestManager:
     """All requests of a decode node, from ``submit`` until their memory is free again. Lives in the node's event loop.
@@ -360,7 +363,7 @@ class RequestManager:
             log.exception("%s failed on %s", req.key, type(event).__name__)
             req.generation.fail(RequestFailed(internal_error("decode", error)))
             self._submit_command(Cancel(req.key))
-        if isinstance(event, Finished | ComputeFailed | Scrubbed):
+        if isinstance(event, _RELEASING):
             self._release(req)
 
     def _to_client(self, req: DecodeRequest, event: Event) -> None:

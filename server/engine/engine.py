@@ -8,10 +8,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
 from itertools import accumulate, islice
 from typing import TypeVar
 
+import msgspec
 import torch
 
 from server.cache.live import LIVE_RULES
@@ -321,7 +321,8 @@ class Engine(threading.Thread):
         output = sequence.processor.feed(ids, choices)
         if output is not None:
             if n_proposed:
-                output = replace(output, n_proposed=n_proposed, n_accepted=len(output.token_ids) - 1)
+                n_accepted = len(output.token_ids) - 1
+                output = msgspec.structs.replace(output, n_proposed=n_proposed, n_accepted=n_accepted)
             self._on_event(Output(sequence.key, output))
             if output.finish_reason is not None:
                 self._finish(sequence, output.finish_reason)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import msgspec
+
 from server.cache.layout import Placement
 from server.cache.owners import Owner
 from server.engine.request import FinishReason, GenerationRequest, TokenLogprob, TokenOutput
@@ -101,8 +103,9 @@ class PrefillFinished:
     digest_s: float
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(msgspec.Struct, frozen=True):
+    """One for every request and step: a struct is made in a fifth of the time that a dataclass takes."""
+
     key: Hashable
     output: TokenOutput
 
