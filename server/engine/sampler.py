@@ -44,7 +44,14 @@ _LOG2_E = 1.4426950408889634
 _NO_PENALTIES = (1.0, 0.0, 0.0)
 _POWER_OF_TWO = tuple(
     np.float32(c)
-    for c in (0.0013264735462144017, 0.00967151764780283, 0.05550733953714371, 0.24022242426872253, 0.6931470036506653, 1)
+    for c in (
+        0.0013264735462144017,
+        0.00967151764780283,
+        0.05550733953714371,
+        0.24022242426872253,
+        0.6931470036506653,
+        1,
+    )
 )
 """2**f for -0.5 <= f <= 0.5 within 1.6e-7, highest power first: the best polynomial of degree 5 that is 1 at 0."""
 
@@ -107,9 +114,7 @@ def _bans(token_ids: frozenset[int]) -> Edits:
     return Edits(np.array([(token_id, -1, -np.inf) for token_id in sorted(token_ids)], EDIT))
 
 
-def sample(
-    logits: torch.Tensor, rows: Sequence[RowSampling], kernel: SampleKernel | None = None
-) -> list[TokenLogprob]:
+def sample(logits: torch.Tensor, rows: Sequence[RowSampling], kernel: SampleKernel | None = None) -> list[TokenLogprob]:
     """Chooses one token for every row of ``logits`` [R, V] (any float dtype, any device) by the rule above, with
     ``kernel`` where there is one. A row that asks for no log probability reports 0.0.
 

@@ -41,7 +41,7 @@ COMMON_FLAGS = (
     "-Wextra",
 )
 FAST_FLAGS = ("-O3", "-Wl,-z,defs")
-SANITIZER_FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZER_FLAGS = ("-O0", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 class Isa(enum.StrEnum):
@@ -99,6 +99,11 @@ def library_path(target: Target, *, sources: Path = SOURCES, folder: Path = BUIL
     return folder / f"kernels-{target.name}-{digest.hexdigest()}.so"
 
 
+def built_before(target: Target, folder: Path = BUILT) -> list[Path]:
+    """The libraries of ``target`` that are there, of whatever sources."""
+    return sorted(folder.glob(f"kernels-{target.name}-{'[0-9a-f]' * 16}.so"))
+
+
 def find_compiler() -> list[str]:
     """The command of the C++ compiler: ``CXX``, else g++. Raises :class:`NoCompiler`."""
     named = os.environ.get("CXX")
@@ -140,7 +145,7 @@ def _compile(compiler: Sequence[str], target: Target, path: Path, sources: Path)
         Path(made).replace(path)
     finally:
         Path(made).unlink(missing_ok=True)
-    for other in path.parent.glob(f"kernels-{target.name}-*.so"):
+    for other in built_before(target, path.parent):
         if other.name != path.name:
             other.unlink(missing_ok=True)
 

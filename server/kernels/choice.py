@@ -64,7 +64,9 @@ def choose_kernels(wanted: str, device: str) -> Kernels:
         if wanted == CPU:
             raise KernelsUnavailable(f"--kernels cpu: {error}") from error
         return _python(str(error))
-    return Kernels(library, str(library.functions.kernels_version()), f"built for {library.target.name}")
+    torch_version = torch.__version__.partition("+")[0]  # it computes the rotations
+    version = f"{library.functions.kernels_version()}-torch{torch_version}"
+    return Kernels(library, version, f"built for {library.target.name}")
 
 
 def _python(reason: str) -> Kernels:

@@ -14,13 +14,16 @@ from server.kernels.sampling import SampleKernel
 from tests.support.kernel_functions import EVERY_ISA, functions
 
 VOCABULARIES = (1, 2, 5, 17, 255, 256, 257, 529, 1000, 4097, 20_000)
+SPREADS = np.array([0, 0.01, 0.3, 1, 2, 4, 10], np.float32)
 Rng = np.random.Generator
 
 
 def draw_logits(rng: Rng, n_rows: int) -> torch.Tensor:
     """Flat and peaked rows, many ties, many that are -infinity."""
     vocab_size = int(rng.choice(VOCABULARIES))
-    logits = rng.standard_normal((n_rows, vocab_size)).astype(np.float32) * float(rng.choice([0, 0.01, 0.3, 1, 2, 4, 10]))
+    logits = rng.standard_normal((n_rows, vocab_size)).astype(np.float32) * float(
+        rng.choice([0, 0.01, 0.3, 1, 2, 4, 10])
+    )
     if rng.random() < 0.3:
         logits = np.round(logits * 4) / np.float32(4)
     if rng.random() < 0.2:
