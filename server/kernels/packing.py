@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from server.kernels import abi
+from server.kernels.large_pages import LargePages
 from server.model.config import CSA, SLIDING, CheckpointError
 from server.model.network import DeepseekV4
 
@@ -41,6 +42,7 @@ class _Packer:
         self.config, self.dtype, self.library = model.config, model.dtype, library
         self.drafts = model.drafts
         self.memory: list[Any] = []
+        self.pages = LargePages()
         self.tensors = {name: parameter.data for name, parameter in model.named_parameters()}
         for parameter in model.parameters():
             parameter.data = torch.empty(0, dtype=parameter.dtype)
@@ -197,7 +199,7 @@ class _Packer:
         n_out, n_in = matrices[0].shape
         dtype = DTYPES[matrices[0].dtype]
         nbytes = self.library.kernels_packed_nbytes(n_out, n_in, dtype)
-        memory = torch.empty(len(matrices), nbytes, dtype=torch.uint8)
+        memory = self.pages.take(len(matrices) * nbytes).view(len(matrices), nbytes)
         self.memory.append(memory)
         made = [abi.Matrix() for _ in matrices]
         for matrix, place, packed in zip(matrices, memory, made, strict=True):

@@ -9,21 +9,16 @@
 namespace kernels {
 namespace {
 
-constexpr int TILE_ROWS = 6;    // rows of a tile: as many accumulators as there are registers
+constexpr int TILE_ROWS = 6;
 constexpr int BLOCK_ROWS = 96;  // rows that a thread takes at a time
-constexpr int EXPAND_ROWS = 13;  // from so many rows on, bf16 weights are expanded once for all of them
-
-// Sixteens of columns that a tile of R rows takes at once.
-constexpr int tile_columns(int rows) {
+constexpr int SIXTEENS = PANEL / LANES;
 #if defined(__AVX512F__)
-    return rows ? 4 : 0;
+constexpr int AHEAD = 0;  // the machine's own prefetching is as fast as memory
+constexpr int EXPAND_ROWS = 1 << 30;
 #else
-    return rows == 1 ? 4 : rows == 2 ? 2 : 1;
+constexpr int AHEAD = 4096;      // bytes that a tile of several rows asks for before it needs them
+constexpr int EXPAND_ROWS = 24;  // from so many rows on, bf16 weights are expanded once for all of them
 #endif
-}
-
-// Parts that a tile of few accumulators computes at once: one chain by itself waits for each addition to end.
-constexpr int parts_at_once(int accumulators) { return accumulators >= 4 ? 1 : accumulators == 1 ? 4 : 2; }
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
@@ -38,8 +33,13 @@ struct Output {
     int64_t stride;
     int columns;  // that exist; a tile may have more
     Output row(int64_t r) const { return {at + r * stride, stride, columns}; }
-    Output from(int c) const { return {at + c, stride, columns - c}; }
 };
+
+template <int NBYTES>
+ALWAYS_INLINE void prefetch(const void* before) {
+#pragma GCC unroll 8
+    for (int i = 0; i < NBYTES; i += 64) __builtin_prefetch(static_cast<const char*>(before) + AHEAD + i);
+}
 
 template <int R, int C>
 ALWAYS_INLINE void multiply_add(Lanes (&sums)[R][C], const Input& x, const Lanes (&w)[C]) {
@@ -53,17 +53,17 @@ ALWAYS_INLINE void multiply_add(Lanes (&sums)[R][C], const Input& x, const Lanes
 
 // Adds to `sums` what the rows i and i + 1 of the weights bring.
 template <int R, int C>
-ALWAYS_INLINE void two_steps(Lanes (&sums)[R][C], const Input& x, const float* w, int width) {
+ALWAYS_INLINE void two_steps(Lanes (&sums)[R][C], const Input& x, const float* w) {
     Lanes columns[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) columns[c] = load(w + c * LANES);
     multiply_add(sums, x, columns);
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) columns[c] = load(w + width + c * LANES);
+    for (int c = 0; c < C; c++) columns[c] = load(w + (C + c) * LANES);
     multiply_add(sums, x.from(1), columns);
 }
 template <int R, int C>
-ALWAYS_INLINE void two_steps(Lanes (&sums)[R][C], const Input& x, const Bf16* w, int) {
+ALWAYS_INLINE void two_steps(Lanes (&sums)[R][C], const Input& x, const Bf16* w) {
     Lanes first[C], second[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) {
@@ -100,7 +100,8 @@ inline void add_part(const Lanes (&sums)[R][C], const Output& out, bool is_first
 
 // R rows by C sixteens of columns, P parts of `length` each.
 template <int R, int C, int P, class T>
-void tile(const Input& x, const T* w, int width, int length, const Output& out, bool is_first) {
+void tile(const Input& x, const T* w, int length, const Output& out, bool is_first) {
+    constexpr int width = C * LANES;
     Lanes sums[P][R][C];
     for (int p = 0; p < P; p++)
         for (int r = 0; r < R; r++)
@@ -109,7 +110,8 @@ void tile(const Input& x, const T* w, int width, int length, const Output& out, 
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
             const int64_t at = p * PART + i;
-            two_steps(sums[p], x.from(at), w + at * width, width);
+            if constexpr (AHEAD && R > 1) prefetch<2 * width * sizeof(T)>(w + at * width);
+            two_steps(sums[p], x.from(at), w + at * width);
         }
     if (length % 2)
         for (int p = 0; p < P; p++) {
@@ -119,32 +121,36 @@ void tile(const Input& x, const T* w, int width, int length, const Output& out, 
     for (int p = 0; p < P; p++) add_part(sums[p], out, is_first && p == 0);
 }
 
-// R rows by C sixteens of columns, `length` of `in`: any number of parts.
-template <int R, int C, class T>
-void parts(const Input& x, const T* w, int width, int64_t length, const Output& out, bool is_first) {
-    constexpr int P = parts_at_once(R * C);
-    int64_t i = 0;
+// As many groups of P parts as there are in `length` from i on; returns where they end.
+template <int R, int C, int P, class T>
+int64_t whole_parts(const Input& x, const T* w, int64_t i, int64_t length, const Output& out, bool is_first) {
     for (; i + P * PART <= length; i += P * PART)
-        tile<R, C, P>(x.from(i), w + i * width, width, PART, out, is_first && i == 0);
-    for (; i < length; i += PART)
-        tile<R, C, 1>(x.from(i), w + i * width, width, static_cast<int>(std::min<int64_t>(PART, length - i)), out,
-                      is_first && i == 0);
+        tile<R, C, P>(x.from(i), w + i * C * LANES, PART, out, is_first && i == 0);
+    return i;
 }
 
-// R rows by all columns of a panel. bf16 columns are pairs, so 16 columns further are 32 numbers.
+// R rows by C sixteens of columns, `length` of `in`: any number of parts. Where a narrow panel gives few accumulators,
+// several parts are computed at once: one chain by itself waits for each addition to end. (Not where every panel is
+// narrow: these are mostly in memory, and one stream is read faster than several.)
+template <int R, int C, class T>
+void parts(const Input& x, const T* w, int64_t length, const Output& out, bool is_first) {
+    int64_t i = 0;
+    if constexpr (SIXTEENS > 1 && R * C == 1) i = whole_parts<R, C, 4>(x, w, i, length, out, is_first);
+    if constexpr (SIXTEENS > 1 && R * C < 4) i = whole_parts<R, C, 2>(x, w, i, length, out, is_first);
+    i = whole_parts<R, C, 1>(x, w, i, length, out, is_first);
+    if (i < length)
+        tile<R, C, 1>(x.from(i), w + i * C * LANES, static_cast<int>(length - i), out, is_first && i == 0);
+}
+
+// R rows by all columns of a panel.
 template <int R, class T>
 void row_tile(const Input& x, const T* w, int width, int64_t length, const Output& out, bool is_first) {
-    constexpr int C = tile_columns(R), WIDE = sizeof(float) / sizeof(T);
-    int c = 0;
-    for (; c + C * LANES <= width; c += C * LANES)
-        parts<R, C>(x, w + c * WIDE, width, length, out.from(c), is_first);
-    const int left = (width - c) / LANES;
-    if constexpr (C > 2)
-        if (left == 3) parts<R, 3>(x, w + c * WIDE, width, length, out.from(c), is_first);
-    if constexpr (C > 2)
-        if (left == 2) parts<R, 2>(x, w + c * WIDE, width, length, out.from(c), is_first);
-    if constexpr (C > 1)
-        if (left == 1) parts<R, 1>(x, w + c * WIDE, width, length, out.from(c), is_first);
+    if (width == PANEL) return parts<R, SIXTEENS>(x, w, length, out, is_first);
+    if constexpr (SIXTEENS > 1) switch (width / LANES) {
+        case 3: return parts<R, 3>(x, w, length, out, is_first);
+        case 2: return parts<R, 2>(x, w, length, out, is_first);
+        default: return parts<R, 1>(x, w, length, out, is_first);
+    }
 }
 
 template <class T>

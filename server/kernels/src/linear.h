@@ -1,8 +1,9 @@
 // Linear maps: x [rows, in] times a weight [out, in] transposed -> [rows, out], fp32; weights fp32 or bf16.
 //
-// Packed form: panels of 64 columns (outputs), the last one as many sixteens as are left. A panel of width w is
+// Packed form: panels of PANEL columns (outputs), the last one as many sixteens as are left. A panel of width w is
 // [in, w] in fp32, or [in / 2 rounded up, w, 2] in bf16: a number and its neighbour along `in` share 32 bits.
-// Columns and rows that only fill up are zero and are not stored to.
+// Columns and rows that only fill up are zero and are not stored to. A tile computes all columns of a panel for up to
+// six rows in registers, so that a panel is read from end to end.
 //
 // The rule that keeps bits fixed: `in` is cut into parts of PART elements. Inside a part an output is one chain of
 // fused multiply-adds in ascending order that starts with 0; the parts are added in ascending order. Rows, panels,
@@ -12,8 +13,12 @@
 
 namespace kernels {
 
-constexpr int PANEL = 64;
-constexpr int PART = 128;
+#if defined(__AVX512F__)
+constexpr int PANEL = 64;  // 6 rows by 64 columns are 24 of 32 registers
+#else
+constexpr int PANEL = 16;  // 6 rows by 16 columns are 12 of 16 registers
+#endif
+constexpr int PART = 256;
 
 // x [rows, in] -> out [rows, out]; the strides between rows are in elements. x and out may not overlap.
 struct Product {
