@@ -10,7 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from server.cache.layout import Placement
-from server.decode.launch import PROG, DecodeOptions
+from server.decode.launch import PROG
+from server.decode.options import DecodeOptions
 from server.engine.events import ComputeFailed, Died, Event, Finished, Generate, Output
 from server.engine.request import GenerationRequest, SamplingParams, TokenOutput
 from server.node.build import build_resources
