@@ -250,7 +250,12 @@ class DecodeRoomManager:
         self._checked(req, _proof(req, evidence))
 
     async def _check_in_thread(self, req: DecodeRequest, evidence: Evidence) -> None:
-        self._checked(req, await self._verifiers.run(_proof, req, evidence))
+        try:
+            proof = await self._verifiers.run(_proof, req, evidence)
+        except Exception as error:  # there is no thread to be had
+            log.exception("%s could not be checked", req.key)
+            proof = _unchecked(error)
+        self._checked(req, proof)
 
     def _checked(self, req: DecodeRequest, proof: Proof) -> None:
         if isinstance(proof, Failure):
@@ -273,4 +278,8 @@ def _proof(req: DecodeRequest, evidence: Evidence) -> Proof:
         return verify(evidence, req.skipped)
     except Exception as error:
         log.exception("%s could not be checked", req.key)
-        return Failure("internal_error", f"what arrived could not be checked: {error!r}")
+        return _unchecked(error)
+
+
+def _unchecked(error: Exception) -> Failure:
+    return Failure("internal_error", f"what arrived could not be checked: {error!r}")

@@ -18,6 +18,9 @@ from server.transfer.plan import CopyPlan, Push, Rows, Side
 from server.transfer.protocol import Reserve, RoomRequest, RoutedRequest, unpack_tokens
 from server.transfer.rooms import RoomKey
 
+PAGES_PLANNED_AHEAD = 2
+"""More full pages than these are not planned for the last batch before it is its time: they will have gone by then."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -74,10 +77,14 @@ class Outgoing:
 
     def push_tail(self, deadline_s: float) -> Batch:
         """Everything that was not sent yet."""
-        return self._batch(self.plan_tail(), deadline_s, last=True)
+        return self._batch(self._plan_tail(), deadline_s, last=True)
 
-    def plan_tail(self) -> _Planned:
-        """The last batch, if no more pages go before it: planned while the prompt is still computed."""
+    def plan_ahead(self) -> None:
+        """Plans the last batch while the prompt is still computed, if few pages may yet go before it."""
+        if self._n // self._page_size - self._pages_sent <= PAGES_PLANNED_AHEAD:
+            self._plan_tail()
+
+    def _plan_tail(self) -> _Planned:
         if self._tail is None:
             push = self._plan.tail(self._pages_sent)
             claimed = push if self._claims is self._plan else self._claims.tail(self._pages_sent)

@@ -272,7 +272,8 @@ class PrefillRoom:
             return self._settle(now)
         self._computed, self._n_computed = computed, self.n_tokens
         self._enter(PrefillPhase.TRANSFER, now)
-        return [PushTail(), self._progress(now)]
+        self._reported = now - self._progress_s  # due at the next tick: most transfers are over by then
+        return [PushTail()]
 
     def _on_engine_idle(self, event: EngineIdle, now: float) -> list[PrefillAction]:
         self._engine_busy = False
