@@ -14,6 +14,8 @@ from .reference import Transformers
 from .servers import BASELINE, LOCAL, PD, Server, bundled_servers
 from .session import Pace, Session
 
+PATIENCE = 4
+"""Times --seconds for one prompt of growth: the longest is measured once rather than not at all."""
 STEPS_OF_GROWTH = 24
 """Tokens that are decoded behind a long prompt: the median of their gaps is a step's time."""
 
@@ -61,7 +63,7 @@ def measure_ttft(session: Session) -> Iterator[Measurement]:
 
 def measure_growth(session: Session) -> Iterator[Measurement]:
     """One measurement for each length, of the time to the first token; bytes and step times are its details."""
-    pace = Pace(session.sizes.seconds)
+    pace = Pace(PATIENCE * session.sizes.seconds)
     servers = bundled_servers(session)
     for n in session.sizes.growth:
         m = Measurement(
