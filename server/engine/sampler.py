@@ -223,7 +223,8 @@ def token_weights(values: Reals, temperature: float) -> Ids:
     power = np.full_like(f, _POWER_OF_TWO[0])
     for coefficient in _POWER_OF_TWO[1:]:
         power = power * f + coefficient
-    return np.rint(np.ldexp(power, n.astype(np.int32) + 30)).astype(np.int64)
+    weights: Ids = np.rint(np.ldexp(power, n.astype(np.int32) + 30)).astype(np.int64)
+    return weights
 
 
 def _draw_token(values: Reals, row: RowSampling) -> int:

@@ -12,9 +12,12 @@ from server.cache.arena import Arena
 from server.cache.layout import ArenaLayout, Placement
 from server.cache.specs import CacheGeometry
 from server.kernels import abi
-from server.kernels.model import KernelModel
+from server.kernels.binding import bind_weights
+from server.kernels.model import PackedModel
 from server.kernels.plan import StepPlan
+from server.kernels.rope import RopeBlocks
 from server.model.batch import Segment
+from server.model.rope import rope_frequencies
 from server.model.state import state_components
 from tests.support.checkpoints import BUNDLED
 from tests.support.models import load
@@ -22,25 +25,36 @@ from tests.support.models import load
 PAGES, SLOTS = 4, 3
 
 
+class Bound:
+    """The bundled network over an arena of its own, with ropes up to position 1023."""
+
+    def __init__(self, packed: PackedModel) -> None:
+        self.packed, self.config, self.functions = packed, packed.config, packed.library.functions
+        components = state_components(packed.config, "float32", 0, draft=True)
+        geometry = CacheGeometry(256, PAGES, SLOTS, packed.config.sliding_window, 0, components)
+        self.arena = Arena(ArenaLayout.from_geometry(geometry), poison=True)
+        self.network, self.memory = bind_weights(packed.weights, packed.config, self.arena)
+        self.ropes = [RopeBlocks(frequencies) for frequencies in rope_frequencies(packed.config)]
+        for rope, table in zip(self.ropes, (self.network.main, self.network.compress), strict=True):
+            rope.reach(table, 0, 1023)
+
+
 @pytest.fixture(scope="module")
-def model() -> KernelModel:
+def bound() -> Bound:
     packed = load(BUNDLED, "cpu", draft=True)
-    components = state_components(packed.config, "float32", 0, draft=True)
-    geometry = CacheGeometry(256, PAGES, SLOTS, packed.config.sliding_window, 0, components)
-    bound = packed.bind(Arena(ArenaLayout.from_geometry(geometry), poison=True))
-    assert isinstance(bound, KernelModel)
-    return bound
+    assert isinstance(packed, PackedModel)
+    return Bound(packed)
 
 
 class Arrays:
     """The arrays of a step of two segments, rows 0..3 from position 6 on and rows 4..5 from position 300 on."""
 
-    def __init__(self, model: KernelModel) -> None:
+    def __init__(self) -> None:
         segments = [
-            Segment([5, 6, 7, 8], 6, Placement(slot=1, pages=[1])),
-            Segment([9, 10], 300, Placement(slot=2, pages=[2, 3])),
+            Segment([5, 6, 7, 8], 6, Placement(1, (1,))),
+            Segment([9, 10], 300, Placement(2, (2, 3))),
         ]
-        self.plan: StepPlan = model._plan(segments, every_row=False)
+        self.plan = StepPlan(segments, 256, every_row=False, threads=1)
         self.step = self.plan.step
 
     def set(self, name: str, index: int, value: int) -> None:
@@ -79,33 +93,33 @@ CHANGES: dict[str, tuple[abi.Status, int, Callable[[Arrays], None]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_step_is_refused_by_name_and_row_and_writes_nothing(model: KernelModel, change: str) -> None:
+def test_step_is_refused_by_name_and_row_and_writes_nothing(bound: Bound, change: str) -> None:
     status, row, apply = CHANGES[change]
-    arrays = Arrays(model)
+    arrays = Arrays()
     apply(arrays)
-    before = model._arena.buffer.clone()
-    logits = torch.full((2, model._config.vocab_size), -1.0)
+    before = bound.arena.buffer.clone()
+    logits = torch.full((2, bound.config.vocab_size), -1.0)
     detail = ctypes.c_int64(-7)
-    functions, network = model._functions, model._network
+    functions, network = bound.functions, bound.network
     assert functions.kernels_forward(network, arrays.step, logits.data_ptr(), None, detail) == status
     assert detail.value == row
-    assert torch.equal(model._arena.buffer, before)
+    assert torch.equal(bound.arena.buffer, before)
     assert (logits == -1).all()
 
 
-def test_a_step_that_is_well_made_runs_without_outputs(model: KernelModel) -> None:
+def test_a_step_that_is_well_made_runs_without_outputs(bound: Bound) -> None:
     detail = ctypes.c_int64(-7)
-    arrays = Arrays(model)
-    assert model._functions.kernels_forward(model._network, arrays.step, None, None, detail) == abi.Status.OK
+    arrays = Arrays()
+    assert bound.functions.kernels_forward(bound.network, arrays.step, None, None, detail) == abi.Status.OK
     assert detail.value == -1
 
 
-def test_a_network_without_a_draft_refuses_to_draft(model: KernelModel) -> None:
-    network = abi.Network.from_buffer_copy(model._network)
+def test_a_network_without_a_draft_refuses_to_draft(bound: Bound) -> None:
+    network = abi.Network.from_buffer_copy(bound.network)
     network.draft = ctypes.POINTER(abi.Draft)()
-    arrays, detail = Arrays(model), ctypes.c_int64()
-    functions = model._functions
-    before = torch.zeros(6, model._config.hc_mult, model._config.hidden_size)
+    arrays, detail = Arrays(), ctypes.c_int64()
+    functions = bound.functions
+    before = torch.zeros(6, bound.config.hc_mult, bound.config.hidden_size)
     status = functions.kernels_draft(network, arrays.step, before.data_ptr(), None, None, detail)
     assert status == abi.Status.NO_DRAFT
     assert functions.kernels_draft_window(network, arrays.step, before.data_ptr(), detail) == abi.Status.NO_DRAFT

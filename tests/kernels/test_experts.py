@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from server.kernels import abi
+from server.kernels.build import Isa
 from server.model.config import ModelConfig, load_config
 from server.model.moe import MoE
 from tests.support.checkpoints import BUNDLED
@@ -104,7 +105,7 @@ def test_row_does_not_depend_on_the_batch_or_the_threads(case: str) -> None:
 
 @pytest.mark.parametrize("isa", EVERY_ISA)
 @pytest.mark.parametrize("case", CASES)
-def test_experts_are_the_same_bits_on_every_machine(case: str, isa: str) -> None:
+def test_experts_are_the_same_bits_on_every_machine(case: str, isa: Isa) -> None:
     layer = Layer(case)
     assert torch.equal(bits(layer.compute(Kernels(isa))), bits(layer.compute(Kernels())))
 

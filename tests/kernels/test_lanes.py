@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from server.kernels.build import Isa
 from tests.support.kernel_functions import EVERY_ISA, Kernels, bits
 
 INF, NAN = float("inf"), float("nan")
@@ -31,7 +32,7 @@ def inputs() -> torch.Tensor:
 
 def compute(name: str, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
     out = torch.empty_like(x)
-    getattr(kernels.functions, name)(*(kernels._argument(a) for a in (x, len(x), out)))
+    getattr(kernels.functions, name)(*(kernels.argument(a) for a in (x, len(x), out)))
     return out
 
 
@@ -49,14 +50,14 @@ def test_functions_are_accurate_to_two_units_in_the_last_place(name: str) -> Non
 
 @pytest.mark.parametrize("isa", EVERY_ISA)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_are_the_same_bits_on_every_machine(name: str, isa: str) -> None:
+def test_functions_are_the_same_bits_on_every_machine(name: str, isa: Isa) -> None:
     x = inputs()
     assert torch.equal(bits(compute(name, x, Kernels(isa))), bits(compute(name, x, Kernels())))
 
 
 @pytest.mark.parametrize("isa", EVERY_ISA)
-def test_bf16_is_rounded_as_torch_does(isa: str) -> None:
+def test_bf16_is_rounded_as_torch_does(isa: Isa) -> None:
     x, kernels = inputs(), Kernels(isa)
     out = torch.empty(len(x), dtype=torch.bfloat16)
-    kernels.functions.kernels_to_bf16(*(kernels._argument(a) for a in (x, len(x), out)))
+    kernels.functions.kernels_to_bf16(*(kernels.argument(a) for a in (x, len(x), out)))
     assert torch.equal(bits(out.float()), bits(x.bfloat16().float()))

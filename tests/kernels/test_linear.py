@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from server.kernels.build import Isa
 from tests.support.kernel_functions import EVERY_ISA, ROWS, Kernels, assert_rows_do_not_matter, bits
 
 SHAPES = [(1, 1), (7, 5), (16, 127), (24, 1027), (48, 256), (64, 128), (65, 129), (100, 385), (257, 511), (33, 2048)]
@@ -44,7 +45,7 @@ def test_row_does_not_depend_on_the_batch_or_the_threads(shape: tuple[int, int],
 @pytest.mark.parametrize("isa", EVERY_ISA)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_map_is_the_same_bits_on_every_machine(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> None:
+def test_map_is_the_same_bits_on_every_machine(shape: tuple[int, int], dtype: torch.dtype, isa: Isa) -> None:
     weight, x = case(shape, dtype)
     for n in (1, 2, 3, 4, 5, 17):
         assert torch.equal(bits(linear(Kernels(isa), weight, x[:n])), bits(linear(Kernels(), weight, x[:n])))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from server.engine.request import SamplingParams, TokenLogprob
-from server.engine.sampler import EDIT, Edits, NonFiniteLogits, RowSampling, sample
-from server.kernels.sampling import SampleKernel
+from server.engine.sampler import Edits, NonFiniteLogits, RowSampling, sample
+from server.kernels.sampling import EDIT, SampleKernel
 from tests.support.kernel_functions import EVERY_ISA, functions
 
 VOCABULARIES = (1, 2, 5, 17, 255, 256, 257, 529, 1000, 4097, 20_000)

@@ -48,7 +48,7 @@ class Kernels:
         self.memory: list[object] = []
 
     def call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self.functions, name)(*(self._argument(a) for a in arguments))
+        status = getattr(self.functions, name)(*(self.argument(a) for a in arguments))
         assert status == abi.Status.OK, f"{name}: {abi.Status(status).name}"
 
     def keep(self, tensor: torch.Tensor) -> int:
@@ -71,7 +71,8 @@ class Kernels:
     def matrices(self, weights: Sequence[torch.Tensor]) -> Any:
         return (abi.Matrix * len(weights))(*(self.matrix(weight) for weight in weights))
 
-    def _argument(self, value: Any) -> Any:
+    def argument(self, value: Any) -> Any:
+        """``value`` as a function of the library takes it."""
         if isinstance(value, torch.Tensor):
             assert value.is_contiguous()
             self.memory.append(value)
