@@ -102,7 +102,7 @@ async def test_a_killed_prefill_node_fails_its_rooms_and_the_next_one_serves(
 async def test_a_frozen_prefill_node_is_fenced_and_nothing_lands_when_it_wakes(
     pair: Pair, start_prefill: Callable[..., PrefillProcess]
 ) -> None:
-    p = start_prefill(chunk_delay_s=0.3)
+    p = start_prefill(chunk_delay_s=1.0)
     d = await pair.decode(p.address)
     generation = d.node.submit(request(1000))
     await phase_is(d, "prefill")

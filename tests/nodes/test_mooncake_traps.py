@@ -8,6 +8,7 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -19,7 +20,17 @@ from server.transfer.engines.base import Ticket
 from server.transfer.engines.mooncake import MooncakeEngine
 from server.transfer.rooms import Deadlines
 from tests.nodes.processes import DecodeProcess
-from tests.nodes.support import NodeUnderTest, Pair, all_free, answer, assert_works_again, expected, pairs, request
+from tests.nodes.support import (
+    FAST,
+    NodeUnderTest,
+    Pair,
+    all_free,
+    answer,
+    assert_works_again,
+    expected,
+    pairs,
+    request,
+)
 from tests.support.waiting import until
 from tests.transfer.support import make_geometry
 
@@ -128,7 +139,7 @@ async def test_a_decode_node_that_freezes_in_a_transfer_and_wakes_lets_nothing_l
     pair: Pair, start_decode: Callable[..., DecodeProcess]
 ) -> None:
     """P writes to a process that stands still: the pieces wait in socket buffers, and are applied when it wakes."""
-    p = await pair.prefill()
+    p = await pair.prefill(deadlines=replace(FAST, peer_s=10.0))  # long enough to send pieces to a node that is silent
     d = start_decode(f"127.0.0.1:{p.node.bootstrap_port}")
     assert (await d.hear()).startswith("ready")
     assert await d.ask(300) == "right"
