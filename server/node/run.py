@@ -21,7 +21,7 @@ import uvloop
 from server.cache.specs import LayoutError
 from server.failure import RequestFailed
 from server.faults.spec import FaultError
-from server.kernels.library import KernelsUnavailable
+from server.kernels.errors import KernelsUnavailable
 from server.model.config import CheckpointError
 from server.node.logs import open_standard_streams, process_log
 from server.node.options import NodeOptions
