@@ -1,19 +1,7 @@
 """Chooses tokens from logits. What a row gets depends on its own logits, parameters, seed and position alone.
 
-The rule, equal bit for bit in numpy (here) and in the kernels (``server/kernels/src/sampler.cpp``), on every machine:
-
-1. Logits are fp32. Edits come first: the repetition penalty divides a positive logit of a token seen in prompt or answer,
-   and multiplies a negative one; ``frequency * count + presence`` is subtracted for a token that the answer has; then
-   the bias is added; a banned token's logit is -infinity.
-2. A temperature below :data:`GREEDY_BELOW` takes the best logit, of equal ones the lowest id.
-3. Else every token has a weight, a whole number: ``round(2**30 * 2**((logit - best) * log2(e) / temperature))``, where
-   2**x is one fixed polynomial in fp32 (:func:`token_weights`). Whole numbers can be added in any order.
-4. ``min_p`` makes weights 0 that are below this part of the best one's. ``top_k`` then keeps the k best logits (equal
-   ones by id), ``top_p`` the fewest best of those that have at least this part of their weight.
-5. The token is the first, best first, whose cumulative weight is above ``draw * weight of all kept >> 53``; ``draw`` is
-   53 bits of the seed and the position (:func:`draw_bits`).
-
-Log probabilities are those of the raw logits, computed in float64; the two forms may differ in their last digits.
+The rule is in ``docs/sampling.md``. It has two forms, which choose the same tokens: numpy, here, and the kernels
+(``server/kernels/src/sampler.cpp``).
 """
 
 from __future__ import annotations
@@ -235,7 +223,8 @@ def token_weights(values: Reals, temperature: float) -> Ids:
     power = np.full_like(f, _POWER_OF_TWO[0])
     for coefficient in _POWER_OF_TWO[1:]:
         power = power * f + coefficient
-    return np.rint(np.ldexp(power, n.astype(np.int32) + 30)).astype(np.int64)
+    weights: Ids = np.rint(np.ldexp(power, n.astype(np.int32) + 30)).astype(np.int64)
+    return weights
 
 
 def _draw_token(values: Reals, row: RowSampling) -> int:

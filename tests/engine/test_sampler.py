@@ -11,8 +11,8 @@ import torch
 
 from server.engine import sampler
 from server.engine.request import SamplingParams, TokenLogprob
-from server.engine.sampler import EDIT, Edits, NonFiniteLogits, RowSampling, ranked, uniform
-from server.kernels.sampling import SampleKernel
+from server.engine.sampler import Edits, NonFiniteLogits, RowSampling, ranked, uniform
+from server.kernels.sampling import EDIT, SampleKernel
 from tests.support.kernel_functions import functions
 
 Sample = Callable[[torch.Tensor, Sequence[RowSampling]], list[TokenLogprob]]
