@@ -2,9 +2,9 @@
 
     python -m server.kernels.build [--sanitize] [--isa NAME ...]
 
-On x86-64 these are AVX-512 and AVX2; ``library`` picks by the CPU that it runs on. Elsewhere there is a generic one. The
-name of a library carries a hash of the sources and of the command: one that was built from other sources is never
-loaded, and processes may build at the same time. Needs nothing but the standard library, so that ``setup.py`` can use it.
+On x86-64 these are AVX-512 and AVX2; ``library`` picks by the CPU that it runs on. Elsewhere there is a generic one.
+The name of a library carries a hash of the sources and flags: one that was built from other sources is never loaded,
+and processes may build at the same time. Needs nothing but the standard library, so that ``setup.py`` can use it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(isas_of_machine()[0] is not Isa.AVX512, reason="
 
 
 def cpu_without(*flags: str) -> frozenset[str]:
-    return loading.NEEDED_FLAGS[Isa.AVX512] - set(flags)
+    return frozenset(loading.NEEDED_FLAGS[Isa.AVX512] - set(flags))
 
 
 @pytest.fixture

@@ -25,16 +25,20 @@ extern "C" int overflow(int i) { return 0x7fffffff + i; }
 """
 
 
-def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """A process with the sanitizers' runtime. Skips the test where there is no compiler, or one without it."""
+@pytest.fixture(scope="module")
+def runtime() -> Path:
+    """The sanitizers' own library, which must be loaded first. Skips where there is no compiler, or one without it."""
     try:
-        compiler = find_compiler()
+        command = [*find_compiler(), "-print-file-name=libasan.so"]
     except NoCompiler as error:
         pytest.skip(str(error))
-    asked = [*compiler, "-print-file-name=libasan.so"]
-    runtime = Path(subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip())
-    if not runtime.is_absolute():
+    path = Path(subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip())
+    if not path.is_absolute():
         pytest.skip("the compiler has no libasan")
+    return path
+
+
+def run(runtime: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
@@ -46,29 +50,31 @@ def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def check(isa: Isa, *tests: str) -> None:
+def check(runtime: Path, isa: Isa, *tests: str) -> None:
     target = Target(isa, sanitized=True)
     build([target])
-    done = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, **{CHOICE_VARIABLE: target.name})
+    done = run(runtime, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, **{CHOICE_VARIABLE: target.name})
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert " passed" in done.stdout
 
 
 @pytest.mark.parametrize(("call", "said"), [("outside(4)", "heap-buffer-overflow"), ("overflow(1)", "signed integer")])
-def test_the_build_with_sanitizers_ends_a_process_that_does_wrong(tmp_path: Path, call: str, said: str) -> None:
+def test_the_build_with_sanitizers_ends_a_process_that_does_wrong(
+    runtime: Path, tmp_path: Path, call: str, said: str
+) -> None:
     (tmp_path / "wrong.cpp").write_text(WRONG)
     [path] = build([Target(Isa.GENERIC, sanitized=True)], sources=tmp_path, folder=tmp_path)
-    done = run("-c", f"import ctypes; ctypes.CDLL({str(path)!r}).{call}")
+    done = run(runtime, "-c", f"import ctypes; ctypes.CDLL({str(path)!r}).{call}")
     assert done.returncode != 0
     assert said in done.stderr
 
 
-def test_a_few_tests_of_the_kernels_run_clean() -> None:
-    check(ISAS[0], *FEW, "-k", "not numpy")
+def test_a_few_tests_of_the_kernels_run_clean(runtime: Path) -> None:
+    check(runtime, ISAS[0], *FEW, "-k", "not numpy")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("isa", ISAS)
-def test_all_tests_of_the_kernels_run_clean(isa: Isa) -> None:
+def test_all_tests_of_the_kernels_run_clean(runtime: Path, isa: Isa) -> None:
     ignored = (f"--ignore=tests/kernels/{name}" for name in WITHOUT_KERNELS)
-    check(isa, "tests/kernels", "tests/engine/test_sampler.py", *ignored)
+    check(runtime, isa, "tests/kernels", "tests/engine/test_sampler.py", *ignored)
