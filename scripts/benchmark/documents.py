@@ -37,10 +37,10 @@ ROWS = (
         "requests",
         "requests",
         "engine",
-        ("engine / transformers", "engine / engine, --kernels python", "engine / roofline"),
+        ("engine / transformers", "engine / Python model", "engine / roofline"),
     ),
     Row("http", "requests", "requests", "PD", ("PD / transformers", "PD / local")),
-    Row("prefill", "tokens", "tokens", "engine", ("engine / transformers", "engine / engine, --kernels python")),
+    Row("prefill", "tokens", "tokens", "engine", ("engine / transformers", "engine / Python model")),
     Row("ttft", "tokens", "tokens", "PD", ("PD / local",), ("PD - local",)),
     Row("handoff", "tokens", "tokens", "hand-off", ("hand-off / raw write",)),
     Row("itl", "figure", "", "PD", ("PD / local",)),
@@ -97,13 +97,14 @@ def markdown(report: Report) -> str:
         lines += [_line(row, group) for group in groups.values()]
     lines += _speculation(report)
     setting = report["setting"]
+    kernels = {m["details"]["kernels"] for m in report["measurements"] if "kernels" in m["details"]}
     threads = f"threads of one operation, in every process: {setting['threads']}"
     lines += [
         "",
         f"![growth with the prompt, and gaps between tokens]({PICTURE.relative_to(ROOT)})",
         "",
         f"{setting['machine']}, {setting['cpus']} CPUs; {threads}; {setting['date']}; "
-        f"torch {setting['torch']}, transformers {setting['transformers']}.",
+        f"kernels {', '.join(sorted(kernels))}, torch {setting['torch']}, transformers {setting['transformers']}.",
     ]
     return "\n".join(lines)
 
@@ -143,7 +144,9 @@ def _size(value: object) -> str:
 
 
 def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}" if value < 10 else f"{value:.0f}"
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
 
 
 def picture_of(report: Report) -> str:
@@ -169,7 +172,10 @@ def picture_of(report: Report) -> str:
 
 def _curve(m: Report) -> Chart:
     percent = m["details"]["curve_percent"]
-    series = {name: list(zip(percent, values, strict=True)) for name, values in m["details"]["curve_ms"].items()}
+    series = {  # tokens that came in one read have no gap, and no place on the axis
+        name: [(p, gap) for p, gap in zip(percent, gaps, strict=True) if gap > 0]
+        for name, gaps in m["details"]["curve_ms"].items()
+    }
     values = [y for points in series.values() for _, y in points]
     ticks = [(float(p), f"{p}") for p in (1, 25, 50, 75, 90, 99, 99.9)]
     streams, prompt = m["size"]["streams"], m["size"]["prompt_tokens"]

@@ -14,7 +14,7 @@ from .reference import Transformers
 from .roofline import MemoryReader, state_nbytes, weight_nbytes
 from .session import Pace, Session
 
-ENGINE, PYTHON, TRANSFORMERS, ROOFLINE = "engine", "engine, --kernels python", "transformers", "roofline"
+ENGINE, PYTHON, TRANSFORMERS, ROOFLINE = "engine", "Python model", "transformers", "roofline"
 SETTINGS = (("bundled", "float32"), ("medium", "float32"), ("medium", "bfloat16"))
 PAGES, SLOTS = 512, 64
 MOST_LONGER = 4
@@ -103,6 +103,7 @@ def _measure_batch(
         ((ENGINE, TRANSFORMERS), (ENGINE, PYTHON), (PYTHON, TRANSFORMERS), (ENGINE, ROOFLINE)),
         size={"checkpoint": checkpoint, "dtype": dtype, "requests": batch, "tokens": n_tokens}
         | {"prompt_tokens": len(prompts[0]), "step_nbytes": nbytes},
+        details={"kernels": engine.kernels},
     )
     return session.measure(m, one_round)
 

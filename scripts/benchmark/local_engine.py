@@ -52,6 +52,7 @@ class LocalEngine:
         resources = build_resources("decode", options, draft=spec_tokens > 0, spec_tokens=spec_tokens)
         self.tokenizer, self.layout = resources.tokenizer, resources.context.arena.layout
         self.model_config = resources.runner.model.config
+        self.kernels: str = getattr(resources.context.identity, "kernels", "python")
         self._allocator, self._spec_tokens = resources.context.allocator, spec_tokens
         self._events: queue.SimpleQueue[tuple[float, Event]] = queue.SimpleQueue()
         self._engine = resources.engine(lambda event: self._events.put((time.perf_counter(), event)))

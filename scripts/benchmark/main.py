@@ -142,7 +142,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"bench: {name} could not be measured: {reason}", file=sys.stderr)
     if args.output is not None:
         write_json(args.output, setting, found)
-    if args.write_readme and not failed:
+    if args.write_readme and failed:
+        print("bench: the documents stay as they are, because a part is missing", file=sys.stderr)
+    elif args.write_readme:
         write_documents(setting, found)
     return STOPPED if stopped else 2 if failed else 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
@@ -17,7 +16,7 @@ from .session import Pace, Session
 PATIENCE = 4
 """Times --seconds for one prompt of growth: the longest is measured once rather than not at all."""
 STEPS_OF_GROWTH = 24
-"""Tokens that are decoded behind a long prompt: the median of their gaps is a step's time."""
+"""Tokens that are decoded behind a long prompt, to know a step's time."""
 
 
 def measure_http(session: Session) -> Iterator[Measurement]:
@@ -88,7 +87,7 @@ def measure_growth(session: Session) -> Iterator[Measurement]:
 
 
 def _ttft_and_steps(server: Server, prompt: Prompt, steps_s: list[float]) -> float:
-    """Seconds to the first token; the median gap between the following ones is added to ``steps_s``."""
+    """Seconds to the first token; the mean time of each following one is added to ``steps_s``."""
     (stream,) = client.decode(server.url, [prompt], STEPS_OF_GROWTH)
-    steps_s.append(median(stream.gaps_s(0.0, math.inf)))
+    steps_s.append((stream.times_s[-1] - stream.times_s[0]) / (stream.n_tokens - stream.counts[0]))
     return stream.times_s[0]

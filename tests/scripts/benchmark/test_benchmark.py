@@ -170,6 +170,7 @@ def quick_run(report: Path, *parts: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.processes
 def test_engine_and_transformers_are_measured_in_one_run(tmp_path: Path) -> None:
     found = quick_run(tmp_path / "report.json", "decode", "prefill")
     ratios = {name for m in found for name in m["ratios"]}

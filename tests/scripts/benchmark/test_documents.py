@@ -39,7 +39,7 @@ def everything() -> list[Measurement]:
     for n, engine in ((1, 4000.0), (16, 9000.0)):
         size = {"checkpoint": "bundled", "dtype": "float32", "requests": n}
         m = measurement("decode", "tokens/s", size, engine=engine, transformers=100.0)
-        m.ratios = (("engine", "transformers"),)
+        m.ratios, m.details = (("engine", "transformers"),), {"kernels": "cpu-1"}
         decode.append(m)
     ttft = measurement("ttft", "ms", {"checkpoint": "bundled", "tokens": 2048}, PD=26.0, local=20.0)
     ttft.ratios, ttft.differences = (("PD", "local"),), (("PD", "local"),)
@@ -49,7 +49,7 @@ def everything() -> list[Measurement]:
         m.details = {"moved_nbytes": 100 * n, "step_ms": {"PD": 0.5, "local": 0.6}}
         growth.append(m)
     itl = measurement("itl", "ms", {"figure": "p99", "streams": 8, "prompt_tokens": 4096}, PD=2.0, local=20.0)
-    itl.details = {"curve_percent": [1, 50, 99, 99.9], "curve_ms": {"PD": [1, 1, 2, 3], "local": [1, 2, 20, 30]}}
+    itl.details = {"curve_percent": [1, 50, 99, 99.9], "curve_ms": {"PD": [1, 1, 2, 3], "local": [0.0, 2, 20, 30]}}
     drafts = measurement("speculation", "ms", {"requests": 8}, **{"k = 0": 2.0, "k = 1": 1.5})
     drafts.ratios, drafts.details = (("k = 1", "k = 0"),), {"accept_length": {"k = 0": 1.0, "k = 1": 1.8}}
     return [*decode, ttft, *growth, itl, drafts]
@@ -71,7 +71,7 @@ def test_sizes_of_one_thing_are_one_row(folder: Path) -> None:
     assert row in table.splitlines()
     assert "PD / local: 1.30; PD minus local: 6.00 ms" in table
     assert "to k = 0: 0.75; accept length 1.80" in table
-    assert "a CPU, 2 CPUs; threads of one operation, in every process: 1; 2026-01-02" in table
+    assert "a CPU, 2 CPUs; threads of one operation, in every process: 1; 2026-01-02; kernels cpu-1, torch" in table
 
 
 def test_writing_twice_changes_nothing(folder: Path) -> None:
