@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -15,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from server.kernels.build import NoCompiler, Target, build, find_compiler, isas_of_machine, library_path
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "server" / "assets"
@@ -92,8 +97,14 @@ def absolute_imports(path: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel built from a copy of the package, without the network."""
-    copy = tmp_path_factory.mktemp("build")
+    """A wheel built from a copy of the package, with the kernels if there is a compiler."""
+    with contextlib.suppress(NoCompiler):
+        build()  # they are copied
+    return make_wheel(tmp_path_factory.mktemp("build"))
+
+
+def make_wheel(copy: Path, **env: str) -> zipfile.ZipFile:
+    """A wheel built in the folder ``copy``, without the network."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     shutil.copytree(ROOT / "server", copy / "server", ignore=shutil.ignore_patterns("__pycache__"))
@@ -112,6 +123,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
             ".",
         ],
         cwd=copy,
+        env={**os.environ, **env},
         capture_output=True,
         text=True,
         check=False,
@@ -129,6 +141,37 @@ def test_wheel_contains_every_module_and_asset(wheel: zipfile.ZipFile) -> None:
     assert any(name.startswith("server/assets/tiny-dsv4/") and name.endswith(".safetensors") for name in wanted)
     assert wanted - packed == set()
     assert {name for name in packed if name.split("/")[0] not in ("server", "dsv4_pd_server-0.1.0.dist-info")} == set()
+
+
+def test_wheel_has_the_kernels_of_its_platform_and_no_older_ones(wheel: zipfile.ZipFile) -> None:
+    packed = {name for name in wheel.namelist() if name.endswith(".so")}
+    tag = Path(wheel.filename or "").stem.split("-", 2)[2]
+    try:
+        find_compiler()
+    except NoCompiler:
+        assert (packed, tag) == (set(), "py3-none-any")
+    else:
+        names = {library_path(Target(isa)).name for isa in isas_of_machine()}
+        assert packed == {f"server/kernels/built/{name}" for name in names}
+        assert tag == f"py3-none-{sysconfig.get_platform().replace('-', '_')}"
+
+
+def test_wheel_without_a_compiler_is_for_any_platform(tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path, CXX="")
+    assert Path(wheel.filename or "").name.endswith("-py3-none-any.whl")
+    assert [name for name in wheel.namelist() if name.endswith(".so")] == []
+
+
+@pytest.mark.full
+def test_installed_wheel_loads_its_kernels(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path)
+    code = "from server.kernels.library import load; print(load().path)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(tmp_path))
 
 
 def test_wheel_is_of_a_few_megabytes(wheel: zipfile.ZipFile) -> None:

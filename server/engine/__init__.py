@@ -1,3 +1,3 @@
-"""One process's compute loop: requests, scheduling, sampling, tokenizer and text. Imports ``server.model`` and
-``server.cache``.
+"""One process's compute loop: requests, scheduling, sampling, tokenizer and text. Imports ``server.model``,
+``server.cache`` and of the kernels the sampler.
 """

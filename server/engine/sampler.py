@@ -1,19 +1,7 @@
 """Chooses tokens from logits. What a row gets depends on its own logits, parameters, seed and position alone.
 
-The rule, equal bit for bit in numpy (here) and in the kernels (``server/kernels/src/sampler.cpp``), on every machine:
-
-1. Logits are fp32. Edits come first: the repetition penalty divides a positive logit of a token seen in prompt or answer,
-   and multiplies a negative one; ``frequency * count + presence`` is subtracted for a token that the answer has; then
-   the bias is added; a banned token's logit is -infinity.
-2. A temperature below :data:`GREEDY_BELOW` takes the best logit, of equal ones the lowest id.
-3. Else every token has a weight, a whole number: ``round(2**30 * 2**((logit - best) * log2(e) / temperature))``, where
-   2**x is one fixed polynomial in fp32 (:func:`token_weights`). Whole numbers can be added in any order.
-4. ``min_p`` makes weights 0 that are below this part of the best one's. ``top_k`` then keeps the k best logits (equal
-   ones by id), ``top_p`` the fewest best of those that have at least this part of their weight.
-5. The token is the first, best first, whose cumulative weight is above ``draw * weight of all kept >> 53``; ``draw`` is
-   53 bits of the seed and the position (:func:`draw_bits`).
-
-Log probabilities are those of the raw logits, computed in float64; the two forms may differ in their last digits.
+The rule is in ``docs/sampling.md``. It has two forms, which choose the same tokens: numpy, here, and the kernels
+(``server/kernels/src/sampler.cpp``).
 """
 
 from __future__ import annotations
@@ -44,7 +32,14 @@ _LOG2_E = 1.4426950408889634
 _NO_PENALTIES = (1.0, 0.0, 0.0)
 _POWER_OF_TWO = tuple(
     np.float32(c)
-    for c in (0.0013264735462144017, 0.00967151764780283, 0.05550733953714371, 0.24022242426872253, 0.6931470036506653, 1)
+    for c in (
+        0.0013264735462144017,
+        0.00967151764780283,
+        0.05550733953714371,
+        0.24022242426872253,
+        0.6931470036506653,
+        1,
+    )
 )
 """2**f for -0.5 <= f <= 0.5 within 1.6e-7, highest power first: the best polynomial of degree 5 that is 1 at 0."""
 
@@ -107,9 +102,7 @@ def _bans(token_ids: frozenset[int]) -> Edits:
     return Edits(np.array([(token_id, -1, -np.inf) for token_id in sorted(token_ids)], EDIT))
 
 
-def sample(
-    logits: torch.Tensor, rows: Sequence[RowSampling], kernel: SampleKernel | None = None
-) -> list[TokenLogprob]:
+def sample(logits: torch.Tensor, rows: Sequence[RowSampling], kernel: SampleKernel | None = None) -> list[TokenLogprob]:
     """Chooses one token for every row of ``logits`` [R, V] (any float dtype, any device) by the rule above, with
     ``kernel`` where there is one. A row that asks for no log probability reports 0.0.
 
@@ -230,7 +223,8 @@ def token_weights(values: Reals, temperature: float) -> Ids:
     power = np.full_like(f, _POWER_OF_TWO[0])
     for coefficient in _POWER_OF_TWO[1:]:
         power = power * f + coefficient
-    return np.rint(np.ldexp(power, n.astype(np.int32) + 30)).astype(np.int64)
+    weights: Ids = np.rint(np.ldexp(power, n.astype(np.int32) + 30)).astype(np.int64)
+    return weights
 
 
 def _draw_token(values: Reals, row: RowSampling) -> int:

@@ -2,9 +2,9 @@
 
     python -m server.kernels.build [--sanitize] [--isa NAME ...]
 
-On x86-64 these are AVX-512 and AVX2; ``library`` picks by the CPU that it runs on. Elsewhere there is a generic one. The
-name of a library carries a hash of the sources and of the command: one that was built from other sources is never
-loaded, and processes may build at the same time. Needs nothing but the standard library, so that ``setup.py`` can use it.
+On x86-64 these are AVX-512 and AVX2; ``library`` picks by the CPU that it runs on. Elsewhere there is a generic one.
+The name of a library carries a hash of the sources and flags: one that was built from other sources is never loaded,
+and processes may build at the same time. Needs nothing but the standard library, so that ``setup.py`` can use it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COMMON_FLAGS = (
     "-Wextra",
 )
 FAST_FLAGS = ("-O3", "-Wl,-z,defs")
-SANITIZER_FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZER_FLAGS = ("-O0", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 class Isa(enum.StrEnum):
@@ -99,6 +99,11 @@ def library_path(target: Target, *, sources: Path = SOURCES, folder: Path = BUIL
     return folder / f"kernels-{target.name}-{digest.hexdigest()}.so"
 
 
+def built_before(target: Target, folder: Path = BUILT) -> list[Path]:
+    """The libraries of ``target`` that are there, of whatever sources."""
+    return sorted(folder.glob(f"kernels-{target.name}-{'[0-9a-f]' * 16}.so"))
+
+
 def find_compiler() -> list[str]:
     """The command of the C++ compiler: ``CXX``, else g++. Raises :class:`NoCompiler`."""
     named = os.environ.get("CXX")
@@ -140,7 +145,7 @@ def _compile(compiler: Sequence[str], target: Target, path: Path, sources: Path)
         Path(made).replace(path)
     finally:
         Path(made).unlink(missing_ok=True)
-    for other in path.parent.glob(f"kernels-{target.name}-*.so"):
+    for other in built_before(target, path.parent):
         if other.name != path.name:
             other.unlink(missing_ok=True)
 
@@ -161,7 +166,9 @@ def _run(command: Sequence[str], target: Target) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 built, or there is no compiler (which is said), 1 the compiler failed."""
-    parser = argparse.ArgumentParser(prog="python -m server.kernels.build", description="Compiles the CPU kernels.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m server.kernels.build", description="Compiles the CPU kernels."
+    )
     parser.add_argument("--sanitize", action="store_true", help="with address and undefined behaviour sanitizers")
     parser.add_argument("--isa", action="append", type=Isa, choices=list(Isa), help="only this one; may be repeated")
     parser.add_argument("--sources", type=Path, default=SOURCES, help="another folder of sources")

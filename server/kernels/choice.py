@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from server.kernels import abi
-from server.kernels.library import KernelsUnavailable, Library, load
+from server.kernels.errors import KernelsUnavailable
+from server.kernels.library import Library, load
 from server.kernels.model import PackedModel
 from server.kernels.sampling import SampleKernel
 from server.model.interface import LoadedModel
@@ -64,7 +65,9 @@ def choose_kernels(wanted: str, device: str) -> Kernels:
         if wanted == CPU:
             raise KernelsUnavailable(f"--kernels cpu: {error}") from error
         return _python(str(error))
-    return Kernels(library, str(library.functions.kernels_version()), f"built for {library.target.name}")
+    torch_version = torch.__version__.partition("+")[0]  # it computes the rotations
+    version = f"{library.functions.kernels_version()}-torch{torch_version}"
+    return Kernels(library, version, f"built for {library.target.name}")
 
 
 def _python(reason: str) -> Kernels:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch  # noqa: F401 - see above: it must be there first
 
-from server.kernels.build import BUILT, Isa, Target, isas_of_machine, library_path
+from server.kernels.build import BUILT, Isa, Target, built_before, isas_of_machine, library_path
+from server.kernels.errors import KernelsUnavailable
 
 CHOICE_VARIABLE = "DSV4_KERNELS_BUILD"
 """Forces one build by its name (``avx2``, ``avx512-sanitized``): for tests."""
@@ -28,10 +29,6 @@ NEEDED_FLAGS: dict[Isa, set[str]] = {
     Isa.GENERIC: set(),
 }
 """The flags in :data:`CPU_INFO` that the compiler was allowed to use (x86-64-v4 and x86-64-v3)."""
-
-
-class KernelsUnavailable(RuntimeError):
-    """There are no kernels that this process can use; the text says why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ def load(target: Target | None = None, *, folder: Path = BUILT) -> Library:
     :raises KernelsUnavailable: it is not built, was built from other sources, this CPU cannot run it, or it does not
         load.
     """
-    return _load(target or _forced_target() or Target(_best_isa(cpu_flags())), folder)
+    return _load(target or forced_target() or Target(_best_isa(cpu_flags())), folder)
 
 
 def cpu_flags(path: Path = CPU_INFO) -> frozenset[str]:
@@ -69,7 +66,8 @@ def _best_isa(flags: frozenset[str]) -> Isa:
     raise KernelsUnavailable(f"the kernels need a CPU with AVX2 and FMA: this one has no {lacking}")
 
 
-def _forced_target() -> Target | None:
+def forced_target() -> Target | None:
+    """What :data:`CHOICE_VARIABLE` asks for. Raises :class:`KernelsUnavailable` if it names no build."""
     name = os.environ.get(CHOICE_VARIABLE)
     if not name:
         return None
@@ -85,8 +83,7 @@ def _load(target: Target, folder: Path) -> Library:
         raise KernelsUnavailable(f"this CPU cannot run the {target.name} kernels: no {', '.join(sorted(lacking))}")
     path = library_path(target, folder=folder)
     if not path.is_file():
-        others = sorted(folder.glob(f"kernels-{target.name}-*.so"))
-        state = "were built from other sources" if others else "are not built"
+        state = "were built from other sources" if built_before(target, folder) else "are not built"
         options = f" --isa {target.isa}" + (" --sanitize" if target.sanitized else "")
         raise KernelsUnavailable(
             f"the {target.name} kernels {state}: run python -m server.kernels.build{options} (it needs g++)"

@@ -14,9 +14,9 @@ from server.kernels.binding import bind_weights
 from server.kernels.library import Library
 from server.kernels.packing import PackedWeights, pack_weights
 from server.kernels.plan import BadStep, StepPlan
-from server.kernels.rope import RopeBlocks
+from server.kernels.rope import BLOCK, RopeBlocks
 from server.model.batch import Segment
-from server.model.config import HCA, ModelConfig
+from server.model.config import ModelConfig
 from server.model.interface import ForwardOutput
 from server.model.network import DeepseekV4
 from server.model.rope import rope_frequencies
@@ -60,6 +60,7 @@ class KernelModel:
         )  # fmt: skip
         self._page_size = arena.layout.page_size if arena.layout.page_components else 0
         self._main, self._compress = (RopeBlocks(frequencies) for frequencies in rope_frequencies(config))
+        self._reached: set[int] = set()
         self._detail = ctypes.c_int64(-1)
         self._threads = 1
 
@@ -107,12 +108,21 @@ class KernelModel:
 
     def _plan(self, segments: Sequence[Segment], *, every_row: bool, is_draft: bool = False) -> StepPlan:
         plan = StepPlan(segments, 0 if is_draft else self._page_size, every_row=every_row, threads=self._threads)
+        reached = self._reached
         for segment in segments:
-            last = segment.start + len(segment.token_ids) - 1
-            self._main.reach(self._network.main, segment.start, last)
-            if not is_draft:  # an entry that closes is rotated by its first position
-                self._compress.reach(self._network.compress, max(segment.start - HCA + 1, 0), last)
+            first, after = segment.start // BLOCK, (segment.start + len(segment.token_ids)) // BLOCK
+            if first not in reached or after not in reached:
+                self._reach(range(first, after + 1))
         return plan
+
+    def _reach(self, blocks: range) -> None:
+        """Makes the rotations of these blocks of positions, and of the one before, which their first entry may begin
+        in.
+        """
+        first, last = blocks.start * BLOCK, blocks.stop * BLOCK - 1
+        self._main.reach(self._network.main, first, last)
+        self._compress.reach(self._network.compress, max(first - BLOCK, 0), last)
+        self._reached.update(blocks)
 
     def _output(self, plan: StepPlan) -> ForwardOutput:
         config = self._config

@@ -1,4 +1,4 @@
-"""Binds the sampler of the kernels: ``src/sampler.h``, packed by :mod:`struct`. The rule is in ``server.engine.sampler``."""
+"""Binds the sampler of the kernels: the structures of ``src/sampler.h``, packed by :mod:`struct`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 EDIT = np.dtype([("token", "<i4"), ("count", "<i4"), ("bias", "<f4")])
 """``SampleEdit``: what changes one logit of a row before anything is chosen."""
 ROW = struct.Struct("<QQddffffiiii")
-"""``SampleRow``: address of the edits, draw, top_p, min_p, scale, repetition, presence, frequency, n_edits, top_k, n_top,
-and 0."""
+"""``SampleRow``: address of the edits, draw, top_p, min_p, scale, repetition, presence, frequency, n_edits, top_k,
+n_top, and 0."""
 _PAIR = struct.Struct("<qd")
 """``SampleChoice`` and ``SampleAlternative``: a token and its log probability."""
 _CALL = struct.Struct("<QqQQQiiii")
@@ -38,7 +38,7 @@ class SampleKernel:
         self, logits: torch.Tensor, rows: Sequence[bytes], max_alternatives: int = 0
     ) -> tuple[list[Pair], list[list[Pair]]]:
         """One choice (token, log probability) for every row of ``logits`` [R, V], and for every row
-        ``max_alternatives`` of them, of which its ``n_top`` are filled. The token is -1 where there is nothing to choose.
+        ``max_alternatives`` of them, of which its ``n_top`` are filled. The token is -1 where none can be chosen.
 
         ``logits``: fp32 on the CPU, the elements of a row one after the other. ``rows`` are packed by :data:`ROW`.
         """

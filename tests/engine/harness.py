@@ -10,6 +10,7 @@ from server.engine.engine import Engine
 from server.engine.events import ComputeFailed, Event, Finished, Generate, Output, PrefillFinished
 from server.engine.request import GenerationRequest
 from server.engine.tokenizer import Tokenizer
+from server.kernels.choice import choose_kernels
 from server.model.interface import LoadedModel
 from tests.support.runners import make_runner
 
@@ -23,7 +24,15 @@ class Harness:
         runner = make_runner(model, spec_tokens=k, pages=60)
         self.arena = runner.arena
         self.events: queue.Queue[Event] = queue.Queue()
-        self.engine = Engine(runner, tokenizer, self.events.put, chunk_tokens=64, spec_tokens=k, cold_draft=cold)
+        self.engine = Engine(
+            runner,
+            tokenizer,
+            self.events.put,
+            chunk_tokens=64,
+            spec_tokens=k,
+            cold_draft=cold,
+            sample_kernel=choose_kernels("auto", "cpu").sampler(1),
+        )
         self.engine.start()
 
     def until(self, kind: type, key: object) -> list[Event]:

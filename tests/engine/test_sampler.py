@@ -11,8 +11,8 @@ import torch
 
 from server.engine import sampler
 from server.engine.request import SamplingParams, TokenLogprob
-from server.engine.sampler import EDIT, Edits, NonFiniteLogits, RowSampling, ranked, uniform
-from server.kernels.sampling import SampleKernel
+from server.engine.sampler import Edits, NonFiniteLogits, RowSampling, ranked, uniform
+from server.kernels.sampling import EDIT, SampleKernel
 from tests.support.kernel_functions import functions
 
 Sample = Callable[[torch.Tensor, Sequence[RowSampling]], list[TokenLogprob]]
@@ -107,7 +107,9 @@ def test_rows_do_not_depend_on_the_batch(sample: Sample, vocab_size: int) -> Non
     "params",
     [SamplingParams(temperature=1.0), SamplingParams(temperature=30.0), SamplingParams(temperature=9.0, top_p=0.99)],
 )
-def test_short_cut_for_large_vocabularies_is_exact(sample: Sample, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_cut_for_large_vocabularies_is_exact(
+    sample: Sample, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits = (torch.randn(64, 4000, generator=torch.Generator().manual_seed(3)) * 3).round(decimals=1)  # many ties
     rows = [row(params, seed=1, position=i) for i in range(64)]
     short = sample(logits, rows)

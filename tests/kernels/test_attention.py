@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -40,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
         "index_topk": 30, "sliding_window": 40,
     },
 }  # fmt: skip
+MORE: dict[str, dict[str, Any]] = {"six groups": {"num_attention_heads": 6, "o_groups": 6, "o_lora_rank": 7}}
 LAYERS = {"window only": 0, "CSA": 1, "HCA": 2}
 CHUNKS = [100, 1, 7, 150, 1, 3, 64]
 N = sum(CHUNKS)
@@ -53,7 +55,7 @@ def layers_of(tmp_path_factory: pytest.TempPathFactory) -> LayersOf:
     @lru_cache
     def write(case: str) -> Path:
         path = tmp_path_factory.mktemp("attention")
-        write_checkpoint(path, seed=1, **{**SMALL, **CASES[case]})
+        write_checkpoint(path, seed=1, **{**SMALL, **(CASES | MORE)[case]})
         return path
 
     @lru_cache
@@ -162,6 +164,23 @@ def test_every_instruction_set_gives_the_same_bits(layers_of: LayersOf, case: st
             assert torch.equal(clean, results[0][0]), isa
             assert torch.equal(damaged, results[0][1]), isa
             assert state == results[0][2], isa
+
+
+def test_groups_are_added_in_a_binary_tree(layers_of: LayersOf) -> None:
+    """So that nodes which share out the groups can add the same partial sums in the same order."""
+    layers = layers_of("six groups")
+    wo_b = layers.network.layers[0].attention.wo_b
+    every = torch.frombuffer(bytearray(ctypes.string_at(wo_b.first.data, wo_b.groups * wo_b.stride)), dtype=torch.uint8)
+    x = layers.random_rows(20)
+    whole, parts = run(layers, 0, x, 20), []
+    for i in range(wo_b.groups):
+        only = torch.zeros(wo_b.groups, wo_b.stride, dtype=torch.uint8)
+        only[i] = every.view(wo_b.groups, -1)[i]
+        layers.reset()
+        layers.network.layers[0].attention.wo_b.first.data = only.data_ptr()
+        parts.append(run(layers, 0, x, 20))
+    assert torch.equal(whole, ((parts[0] + parts[1]) + (parts[2] + parts[3])) + (parts[4] + parts[5]))
+    assert not torch.equal(whole, sum(parts[1:], parts[0]))
 
 
 @pytest.mark.parametrize("isa", EVERY_ISA)

@@ -9,18 +9,21 @@ import pytest
 import torch
 
 from server.engine.request import SamplingParams, TokenLogprob
-from server.engine.sampler import EDIT, Edits, NonFiniteLogits, RowSampling, sample
-from server.kernels.sampling import SampleKernel
+from server.engine.sampler import Edits, NonFiniteLogits, RowSampling, sample
+from server.kernels.sampling import EDIT, SampleKernel
 from tests.support.kernel_functions import EVERY_ISA, functions
 
 VOCABULARIES = (1, 2, 5, 17, 255, 256, 257, 529, 1000, 4097, 20_000)
+SPREADS = np.array([0, 0.01, 0.3, 1, 2, 4, 10], np.float32)
 Rng = np.random.Generator
 
 
 def draw_logits(rng: Rng, n_rows: int) -> torch.Tensor:
     """Flat and peaked rows, many ties, many that are -infinity."""
     vocab_size = int(rng.choice(VOCABULARIES))
-    logits = rng.standard_normal((n_rows, vocab_size)).astype(np.float32) * float(rng.choice([0, 0.01, 0.3, 1, 2, 4, 10]))
+    logits = rng.standard_normal((n_rows, vocab_size)).astype(np.float32) * float(
+        rng.choice([0, 0.01, 0.3, 1, 2, 4, 10])
+    )
     if rng.random() < 0.3:
         logits = np.round(logits * 4) / np.float32(4)
     if rng.random() < 0.2:
@@ -77,7 +80,7 @@ def compare(seed: int, n_batches: int) -> None:
 
 
 def test_kernel_and_numpy_choose_the_same_tokens() -> None:
-    compare(seed=1, n_batches=500)
+    compare(seed=1, n_batches=300)
 
 
 @pytest.mark.full

@@ -200,6 +200,45 @@ def test_root_installs_missing_libraries_with_apt(checkout: Checkout, tmp_path: 
     assert called.read_text().splitlines()[-1].endswith("--no-install-recommends libibverbs1 libnuma1 libcurl4")
 
 
+def test_an_updated_checkout_compiles_its_kernels_and_installs_nothing(checkout: Checkout) -> None:
+    checkout.setup()
+    checkout.log.unlink()
+    assert checkout.setup().returncode == 0
+    assert checkout.log.read_text().splitlines() == ["-m server.kernels.build"]
+
+
+def test_kernels_that_do_not_compile_are_an_error_and_leave_no_stamp(checkout: Checkout) -> None:
+    checkout.python('case "$*" in *server.kernels.build*) echo "bad.cpp:1: error" >&2; exit 1 ;; esac')
+    done = checkout.setup()
+    assert done.returncode == 1
+    assert "bad.cpp:1: error" in done.stderr
+    assert "the CPU kernels do not compile" in done.stderr
+    assert not (checkout.root / ".venv" / ".setup-stamp").exists()
+
+
+@pytest.mark.parametrize(
+    ("who", "compiler", "installs"),
+    [("echo 0", None, True), ("echo 1000", None, False), ("echo 0", "", False), ("echo 0", "clang++", False)],
+    ids=["root", "no rights", "none wanted", "another one"],
+)
+def test_a_missing_compiler_is_installed_where_it_may_be_and_is_no_error(
+    checkout: Checkout, tmp_path: Path, who: str, compiler: str | None, installs: bool
+) -> None:
+    script = checkout.root / "scripts" / "setup"
+    script.write_text(script.read_text().replace("command -v g++", "command -v absent-for-the-test"))
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    called = tmp_path / "apt.log"
+    for name, text in (("id", who), ("sudo", "exit 1"), ("apt-get", f'echo "$*" >>{called}; exit 9')):
+        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
+        (commands / name).chmod(0o755)
+    env = {} if compiler is None else {"CXX": compiler}
+    done = checkout.setup(PATH=f"{commands}:{os.environ['PATH']}", **env)
+    assert done.returncode == 0, done.stderr
+    assert called.exists() == installs
+    assert ("could not install g++" in done.stderr) == installs
+
+
 def test_torch_can_come_from_another_index_and_everything_else_from_the_usual_one(checkout: Checkout) -> None:
     index = "https://builds.example/cpu"
     done = checkout.setup(TORCH_INDEX_URL=index)

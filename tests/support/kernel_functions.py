@@ -12,10 +12,12 @@ import torch
 
 from server.kernels import abi
 from server.kernels.build import Isa, NoCompiler, Target, build, isas_of_machine
-from server.kernels.library import KernelsUnavailable, load
+from server.kernels.errors import KernelsUnavailable
+from server.kernels.library import forced_target, load
 
-EVERY_ISA = tuple(dict.fromkeys((*isas_of_machine(), Isa.GENERIC)))
-"""What a library is built for here, and the form of any other machine."""
+FORCED = forced_target()
+EVERY_ISA = (FORCED.isa,) if FORCED else tuple(dict.fromkeys((*isas_of_machine(), Isa.GENERIC)))
+"""What a library is built for here, and the form of any other machine; only the build that a variable asks for."""
 
 BATCHES = (1, 2, 3, 5, 6, 7, 13, 16, 17, 40)
 """Numbers of rows: below, at and above the tiles of the linear maps."""
@@ -26,10 +28,13 @@ ROWS = 101
 
 @lru_cache
 def functions(isa: Isa | None = None) -> ctypes.CDLL:
-    """The library for ``isa`` (default: this machine's best), built if need be. Skips the test where there is none."""
+    """The library for ``isa`` (default: this machine's best), built if need be; with sanitizers where the variable asks
+    for such a build. Skips the test where there is none.
+    """
     try:
-        build([] if isa is None else [Target(isa)])
-        library = load(None if isa is None else Target(isa))
+        target = FORCED if isa is None else Target(isa, sanitized=FORCED is not None and FORCED.sanitized)
+        build([] if target is None else [target])
+        library = load(target)
     except (NoCompiler, KernelsUnavailable) as error:
         pytest.skip(str(error))
     abi.declare(library.functions, str(library.path))

@@ -27,6 +27,7 @@ from server.engine.runner import ModelRunner
 from server.engine.tokenizer import Tokenizer
 from server.faults.injection import hooks_of
 from server.faults.spec import FaultSet
+from server.kernels.choice import choose_kernels
 from server.model.interface import LoadedModel
 from server.model.state import state_components
 from server.node.context import NodeContext
@@ -121,6 +122,7 @@ class TestNode:
             chunk_tokens=self.side.chunk_tokens,
             spec_tokens=spec_tokens,
             cold_draft=self.side.cold_draft,
+            sample_kernel=choose_kernels("auto", "cpu").sampler(1),
         )
         self.engine.start()
         try:

@@ -161,19 +161,20 @@ void attend_all(const Rows<T>& rows, Scratch& scratch) {
     int64_t most_visible = 0;
     for (int64_t row = 0; row < step.rows; row++)
         most_visible = std::max(most_visible, visible_entries(layer, step.position[row]));
+    const int64_t most_read = read_entries(layer, most_visible);
     const int threads = std::max(1, step.threads);
-    RowWork<T>* work = scratch.array<RowWork<T>>(threads);
-    for (int i = 0; i < threads; i++)
-        new (work + i) RowWork<T>(layer, most_visible, read_entries(layer, most_visible), scratch);
-    in_parallel(step.rows, threads, [&](int64_t row, int thread) { attend(rows, row, work[thread]); });
+    RowWork<T>* memory = scratch.array<RowWork<T>>(threads);
+    for (int i = 0; i < threads; i++) new (memory + i) RowWork<T>(layer, most_visible, most_read, scratch);
+    const int64_t work = step.rows * (layer.window + most_read) * layer.heads * layer.head_dim * 2;
+    in_parallel(step.rows, work, threads, [&](int64_t row, int thread) { attend(rows, row, memory[thread]); });
 }
 
-// Groups 0 .. groups - 1 of `parts` [groups, n] are added into the first: neighbours, then pairs of neighbours.
-void add_groups(float* parts, int groups, int64_t n) {
+// Adds `groups` arrays [n] into the first: neighbours, then pairs of neighbours.
+void add_groups(float* const* parts, int groups, int64_t n) {
     for (int apart = 1; apart < groups; apart *= 2)
         for (int g = 0; g + apart < groups; g += 2 * apart) {
-            float* __restrict to = parts + g * n;
-            const float* __restrict from = parts + (g + apart) * n;
+            float* __restrict to = parts[g];
+            const float* __restrict from = parts[g + apart];
             for (int64_t i = 0; i < n; i++) to[i] += from[i];
         }
 }
@@ -182,16 +183,16 @@ void add_groups(float* parts, int groups, int64_t n) {
 void project(const Attention& layer, const Step& step, const float* attended, float* out, Scratch& scratch) {
     Scratch::Frame frame(scratch);
     const int groups = layer.wo_a.groups, hidden = layer.wo_b.first.out;
-    const int64_t wide = static_cast<int64_t>(layer.heads) * layer.head_dim, size = static_cast<int64_t>(step.rows) * hidden;
-    float* low = scratch.floats(static_cast<int64_t>(step.rows) * layer.wo_a.first.out);
-    float* parts = scratch.floats(groups * size);
+    const int64_t rows = step.rows, wide = int64_t{layer.heads} * layer.head_dim;
+    float* low = scratch.floats(rows * layer.wo_a.first.out);
+    float** parts = scratch.array<float*>(groups);
     for (int g = 0; g < groups; g++) {
+        parts[g] = g ? scratch.floats(rows * hidden) : out;
         const Matrix down = group_of(layer.wo_a, g), up = group_of(layer.wo_b, g);
-        linear(down, attended + g * down.in, wide, step.rows, low, down.out, step.threads);
-        linear(up, low, down.out, step.rows, parts + g * size, hidden, step.threads);
+        linear(down, attended + g * down.in, wide, rows, low, down.out, step.threads);
+        linear(up, low, down.out, rows, parts[g], hidden, step.threads);
     }
-    add_groups(parts, groups, size);
-    std::copy(parts, parts + size, out);
+    add_groups(parts, groups, rows * hidden);
 }
 
 template <class T>
@@ -202,7 +203,7 @@ void attention_as(const Attention& layer, const RopeTable& rope, const Step& ste
     float* y = scratch.floats(rows * layer.in_proj.out);
     linear(layer.in_proj, x, layer.in_proj.in, rows, y, layer.in_proj.out, step.threads);
     T* kv = scratch.array<T>(rows * layer.head_dim);
-    in_parallel(rows, step.threads, [&](int64_t row, int) {
+    parallel_for(rows, rows * (layer.q_rank + layer.head_dim) * 4, step.threads, [&](int64_t row) {
         float* low = y + row * layer.in_proj.out;
         rms_norm(low, layer.q_norm, layer.q_rank, layer.norm_eps, low);
         make_kv(layer, rope, step, row, low + layer.q_rank, kv);
@@ -247,8 +248,9 @@ void write_window(const Attention& layer, const RopeTable& main, const RopeTable
         linear(layer.in_proj, x, layer.in_proj.in, rows, y, static_cast<int>(columns), step.threads);
         T* kv = scratch.array<T>(rows * layer.head_dim);
         const RopeTable& rope = layer.uses_compress_rope ? compress_rope : main;
-        in_parallel(rows, step.threads,
-                    [&](int64_t row, int) { make_kv(layer, rope, step, row, y + row * columns + layer.q_rank, kv); });
+        parallel_for(rows, rows * layer.head_dim * 4, step.threads, [&](int64_t row) {
+            make_kv(layer, rope, step, row, y + row * columns + layer.q_rank, kv);
+        });
         write_ring(layer.swa, step, kv, layer.head_dim);
     });
 }

@@ -90,7 +90,8 @@ void compress_as(const Compressor& c, const RopeTable& rope, int rope_dim, const
         if ((step.position[row] + 1) % c.ratio == 0) closing[n_closing++] = row;
     const T** rows = scratch.array<const T*>(static_cast<int64_t>(step.threads) * 2 * c.ratio);
     float* pooled = scratch.floats(static_cast<int64_t>(step.threads) * c.width);
-    in_parallel(n_closing, step.threads, [&](int64_t i, int thread) {
+    const int64_t work = n_closing * 2 * c.ratio * c.width * 16;
+    in_parallel(n_closing, work, step.threads, [&](int64_t i, int thread) {
         close_entry(c, rope, rope_dim, step, closing[i], own_a, own_b, rows + static_cast<int64_t>(thread) * 2 * c.ratio,
                     pooled + static_cast<int64_t>(thread) * c.width);
     });

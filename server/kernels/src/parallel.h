@@ -20,10 +20,10 @@ inline int thread_number() {
 #endif
 }
 
-// task(i, thread) for i = 0 .. n - 1, with 0 <= thread < threads.
+// task(i, thread) for i = 0 .. n - 1, with 0 <= thread < threads. `work` is what all of them take together.
 template <class F>
-inline void in_parallel(int64_t n, int threads, const F& task) {
-    if (threads <= 1 || n <= 1) {
+inline void in_parallel(int64_t n, int64_t work, int threads, const F& task) {
+    if (threads <= 1 || n <= 1 || work < WORK_FOR_THREADS) {
         for (int64_t i = 0; i < n; i++) task(i, 0);
         return;
     }
@@ -31,10 +31,10 @@ inline void in_parallel(int64_t n, int threads, const F& task) {
     for (int64_t i = 0; i < n; i++) task(i, thread_number());
 }
 
-// task(i) for i = 0 .. n - 1. `work` is what all of them take together.
+// The same for tasks that need no memory of their thread: task(i).
 template <class F>
 inline void parallel_for(int64_t n, int64_t work, int threads, const F& task) {
-    in_parallel(n, work < WORK_FOR_THREADS ? 1 : threads, [&](int64_t i, int) { task(i); });
+    in_parallel(n, work, threads, [&](int64_t i, int) { task(i); });
 }
 
 }  // namespace kernels

@@ -44,6 +44,7 @@ struct RingRows {
 
     // Where the rows of positions first .. stop - 1 are; returns how many there are.
     int64_t list(int64_t first, int64_t stop, const T** out) const {
+        if (first >= stop) return 0;
         const T** next = out;
         const int64_t old = std::min(stop, start);
         int64_t row = first % pool.rows;
