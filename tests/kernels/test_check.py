@@ -22,7 +22,7 @@ from server.model.state import state_components
 from tests.support.checkpoints import BUNDLED
 from tests.support.models import load
 
-PAGES, SLOTS = 4, 3
+PAGES, SLOTS, VOCABULARY = 4, 3, 529
 
 
 class Bound:
@@ -70,7 +70,7 @@ class Arrays:
 
 CHANGES: dict[str, tuple[abi.Status, int, Callable[[Arrays], None]]] = {
     "negative token": (abi.Status.BAD_TOKEN, 2, lambda a: a.set("token", 2, -1)),
-    "token above the vocabulary": (abi.Status.BAD_TOKEN, 5, lambda a: a.set("token", 5, 1 << 20)),
+    "token above the vocabulary": (abi.Status.BAD_TOKEN, 5, lambda a: a.set("token", 5, VOCABULARY)),
     "negative position": (abi.Status.BAD_POSITION, 1, lambda a: a.set("position", 1, -1)),
     "position without a rope": (abi.Status.BAD_POSITION, 4, lambda a: a.move(1 << 40)),
     "position of a rope that was not made": (abi.Status.BAD_POSITION, 4, lambda a: a.move(1 << 15)),
@@ -83,9 +83,9 @@ CHANGES: dict[str, tuple[abi.Status, int, Callable[[Arrays], None]]] = {
     "negative start": (abi.Status.BAD_SEGMENT, 0, lambda a: a.set("start", 0, -6)),
     "window from later on": (abi.Status.BAD_SEGMENT, 0, lambda a: a.set("valid_from", 0, 7)),
     "negative start of the window": (abi.Status.BAD_SEGMENT, 4, lambda a: a.set("valid_from", 1, -1)),
-    "slot above the arena's": (abi.Status.BAD_SLOT, 4, lambda a: a.set("slot", 1, SLOTS + 1)),
+    "slot above the arena's": (abi.Status.BAD_SLOT, 4, lambda a: a.set("slot", 1, SLOTS)),
     "negative slot": (abi.Status.BAD_SLOT, 0, lambda a: a.set("slot", 0, -1)),
-    "page above the arena's": (abi.Status.BAD_PAGE, 5, lambda a: a.set("pages", 3, PAGES + 1)),
+    "page above the arena's": (abi.Status.BAD_PAGE, 5, lambda a: a.set("pages", 3, PAGES)),
     "negative page": (abi.Status.BAD_PAGE, 3, lambda a: a.set("pages", 0, -1)),
     "too few pages": (abi.Status.BAD_PAGE, 3, lambda a: setattr(a.step, "max_pages", 0)),
     "logits of no row": (abi.Status.BAD_SEGMENT, 6, lambda a: a.set("wanted", 1, 6)),
