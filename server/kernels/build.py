@@ -166,7 +166,9 @@ def _run(command: Sequence[str], target: Target) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 built, or there is no compiler (which is said), 1 the compiler failed."""
-    parser = argparse.ArgumentParser(prog="python -m server.kernels.build", description="Compiles the CPU kernels.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m server.kernels.build", description="Compiles the CPU kernels."
+    )
     parser.add_argument("--sanitize", action="store_true", help="with address and undefined behaviour sanitizers")
     parser.add_argument("--isa", action="append", type=Isa, choices=list(Isa), help="only this one; may be repeated")
     parser.add_argument("--sources", type=Path, default=SOURCES, help="another folder of sources")
