@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Speed in one run: this server against transformers; see `benchmark/main.py`."""
+"""Speed in one run, by parts; see `benchmark/main.py`."""
 
 import sys
 

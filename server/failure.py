@@ -64,7 +64,6 @@ _CODES = {
     FailureKind.INTERNAL: (
         "engine_error",
         "engine_stopped",
-        "incomplete",
         "internal_error",
         "no_digest",
         "non_finite_logits",

@@ -54,10 +54,14 @@ ARROWS: dict[str, tuple[str, ...]] = {
 
 LAUNCHERS = (
     "server.node.build",
+    "server.node.checks",
     "server.node.run",
+    "server.node.serve",
     "server.prefill.launch",
+    "server.prefill.start",
     "server.prefill.__main__",
     "server.decode.launch",
+    "server.decode.start",
     "server.decode.__main__",
 )
 """They wire a process up: anything but another role."""

@@ -1,4 +1,4 @@
-"""This project's engine thread in this process, over pools as large as a node's are by default."""
+"""This project's engine thread in this process, built as a decode node with ``--local-prefill`` builds it."""
 
 from __future__ import annotations
 
@@ -6,53 +6,60 @@ import queue
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 
-from server.cache.allocator import Allocator
-from server.cache.arena import Arena
-from server.cache.digest import live_digests
-from server.cache.layout import ArenaLayout, Placement
-from server.cache.specs import CacheGeometry
-from server.engine.engine import Engine
+from server.cache.layout import Placement
+from server.decode.launch import PROG
+from server.decode.options import DecodeOptions
 from server.engine.events import ComputeFailed, Died, Event, Finished, Generate, Output
 from server.engine.request import GenerationRequest, SamplingParams, TokenOutput
-from server.engine.runner import ModelRunner
-from server.engine.tokenizer import Tokenizer
-from server.kernels.choice import choose_kernels
-from server.model.loader import load_model
-from server.model.state import state_components
+from server.node.build import build_resources
+from server.node.cli import parse
 
 from .measurement import BenchFailed, Prompt, Stream
 
-PAGE_SIZE, N_PAGES, N_SLOTS = 256, 256, 32
-EVENT_TIMEOUT_S = 300.0
+EVENT_TIMEOUT_S = 600.0
+
+
+def kernels_can_be_chosen() -> bool:
+    """Whether nodes have an option ``--kernels``."""
+    return any(field.name == "kernels" for field in fields(DecodeOptions))
+
+
+def kernel_options(kernels: str | None) -> tuple[str, ...]:
+    """The words of a command line that choose ``kernels``; none for None, which is the node's own choice."""
+    return ("--kernels", kernels) if kernels is not None and kernels_can_be_chosen() else ()
 
 
 class LocalEngine:
-    """Computes prompts and decodes, as a decode node with ``--local-prefill`` does. Fp32, deterministic."""
+    """Computes prompts and decodes in a thread of this process."""
 
-    def __init__(self, checkpoint: Path, *, threads: int, spec_tokens: int = 0) -> None:
-        draft = spec_tokens > 0
-        kernels = choose_kernels("auto", "cpu")
-        model = kernels.take(load_model(checkpoint, draft=draft))
-        components = state_components(model.config, "float32", spec_tokens, draft=draft)
-        window = model.config.sliding_window
-        geometry = CacheGeometry(PAGE_SIZE, N_PAGES + 1, N_SLOTS + 1, window, spec_tokens, components)
-        self.arena, self.tokenizer = Arena(ArenaLayout.from_geometry(geometry)), Tokenizer.load(checkpoint)
-        self._allocator, self._spec_tokens = Allocator(geometry), spec_tokens
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        threads: int,
+        spec_tokens: int = 0,
+        dtype: str = "float32",
+        kernels: str | None = None,
+        pages: int = 256,
+        slots: int = 32,
+    ) -> None:
+        sizes = ("--threads", threads, "--pages", pages, "--slots", slots, "--spec-tokens", spec_tokens)
+        words = ["--local-prefill", "--model", str(checkpoint), "--dtype", dtype, *map(str, sizes)]
+        options = parse(DecodeOptions, PROG, "", [*words, *kernel_options(kernels)])
+        resources = build_resources("decode", options, draft=spec_tokens > 0, spec_tokens=spec_tokens)
+        self.tokenizer, self.layout = resources.tokenizer, resources.context.arena.layout
+        self.model_config = resources.runner.model.config
+        self.kernels: str = getattr(resources.context.identity, "kernels", "python")
+        self._allocator, self._spec_tokens = resources.context.allocator, spec_tokens
         self._events: queue.SimpleQueue[tuple[float, Event]] = queue.SimpleQueue()
-        self._engine = Engine(
-            ModelRunner(model, self.arena),
-            self.tokenizer,
-            lambda event: self._events.put((time.perf_counter(), event)),
-            threads=threads,
-            spec_tokens=spec_tokens,
-            sample_kernel=kernels.sampler(threads),
-        )
+        self._engine = resources.engine(lambda event: self._events.put((time.perf_counter(), event)))
         self._engine.start()
 
     def close(self) -> None:
-        self._engine.stop()
+        self._engine.stop(EVENT_TIMEOUT_S)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, at_once: int | None = None
@@ -69,7 +76,10 @@ class LocalEngine:
                 placement = self._reserve(key, len(prompt) + sampling.max_tokens + self._spec_tokens)
                 self._engine.submit(Generate(key, GenerationRequest(str(key), prompt, sampling), placement))
                 n_running += 1
-            at, event = self._events.get(timeout=EVENT_TIMEOUT_S)
+            try:
+                at, event = self._events.get(timeout=EVENT_TIMEOUT_S)
+            except queue.Empty:
+                raise BenchFailed(f"the engine said nothing for {EVENT_TIMEOUT_S:g} s") from None
             match event:
                 case Output(int(key), output):
                     yield at, key, output
@@ -93,16 +103,7 @@ class LocalEngine:
         started = time.perf_counter()
         return self.decode([prompt], 1)[0].times_s[0] - started
 
-    def digest_s(self, n: int) -> float:
-        """Seconds of one digest pass over the live bytes of ``n`` prompt tokens, the pass that each node takes once."""
-        placement = self._reserve("digest", n)
-        started = time.perf_counter()
-        live_digests(self.arena, n, placement)
-        elapsed_s = time.perf_counter() - started
-        self._allocator.release("digest")
-        return elapsed_s
-
-    def _reserve(self, key: int | str, n_tokens: int) -> Placement:
+    def _reserve(self, key: int, n_tokens: int) -> Placement:
         if (placement := self._allocator.reserve(key, n_tokens)) is None:
             raise BenchFailed(f"{n_tokens} more tokens do not fit the pools")
         return placement

@@ -1,235 +1,152 @@
 """Speed in one run: medians of variants measured in turn (A B A B ...), and ratios of the medians.
 
-Decode and prefill against transformers' generate, on the same checkpoint with the same number of threads; TTFT of the
-pair against one node that does both; the hand-off against one raw Mooncake write of as many bytes; the digests' share.
-Starts its own servers on free ports and ends them. "local decode" is the engine in this process, "PD" the pair of
-processes as an HTTP client sees it.
+Parts, all of them if none is named:
+  decode       tokens/s of the engine in this process at 1, 4, 16, 64 requests: against transformers, and against what
+               the memory can give (roofline: bytes that a step must read / bytes that one core reads in a second)
+  prefill      prompts of 512, 2k, 8k tokens in this process
+  http         decode through the pair (PD) and through a node alone (local), both over HTTP
+  ttft         time to the first token, PD and local
+  handoff      from the end of the prompt to the commit, against one raw Mooncake write of as many bytes
+  itl          gaps between tokens of 8 streams while 4k prompts keep arriving, PD and local on the same two cores
+  growth       time to the first token, bytes and step time from 512 to 32k tokens
+  speculation  time per output token with k = 0 .. 3 draft tokens
+  startup      from a node's command to ready
 
-Exit codes: 0 done; 1 PD or local decode is slower than transformers at decoding (not with --quick); 2 the run could not
-be done.
+Starts its own servers on free ports and ends them. What is too slow to be measured in --seconds is measured less often,
+or left out with a note. Exit codes: 0 done; 2 a part could not be measured (the others were); 130 stopped (what was
+measured until then is reported).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import cycle, islice
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
-import transformers
-from cluster import ClusterFailed, StopRequested, StopSignals
-from evaluation.questions import BUNDLED, completion_prompt, load_problems
+from cluster import ClusterFailed, StopRequested
+from cluster.tool import exit_code
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from server.node.options import BUNDLED_MODEL
 
-from .local_engine import LocalEngine
-from .measurement import BenchFailed, Measurement, Prompt, decode_rate, print_table, write_json
-from .raw_write import RawWriter
-from .reference import Transformers
-from .servers import Servers, running_servers
+from .checkpoints import Checkpoints
+from .documents import write_documents
+from .handoff import measure_handoff
+from .in_process import measure_decode, measure_prefill
+from .itl import measure_itl
+from .measurement import BenchFailed, Measurement, write_json
+from .over_http import measure_growth, measure_http, measure_ttft
+from .report import print_table, setting_of, summary
+from .session import QUICK, Prompts, Session, Sizes
+from .speculation import measure_speculation
+from .startup import measure_startup
 
-RAW_WRITES_A_ROUND = 5
-"""A write takes a fraction of a millisecond: each round takes the median of several."""
+STOPPED = 130
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much is measured: requests side by side, tokens, and measured rounds after one that is thrown away."""
-
-    batches: tuple[int, ...]
-    decode_prompt: int
-    decode_tokens: int
-    prefill_tokens: int
-    handoff_tokens: tuple[int, ...]
-    rounds: int
-
-
-FULL = Sizes((1, 16), 64, 128, 2048, (512, 2048), 7)
-QUICK = Sizes((1, 2), 16, 24, 128, (64,), 1)
+PARTS: dict[str, Callable[[Session], Iterator[Measurement]]] = {
+    "decode": measure_decode,
+    "prefill": measure_prefill,
+    "http": measure_http,
+    "ttft": measure_ttft,
+    "handoff": measure_handoff,
+    "itl": measure_itl,
+    "growth": measure_growth,
+    "speculation": measure_speculation,
+    "startup": measure_startup,
+}
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, default=BUNDLED_MODEL, help="checkpoint directory (the bundled one)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"what to measure: {', '.join(PARTS)} (everything)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of one operation, in every process (1)")
-    parser.add_argument("--rounds", type=int, help=f"measured rounds, at least 5 in earnest ({FULL.rounds})")
-    parser.add_argument("--decode-tokens", type=int, help=f"tokens that a request decodes ({FULL.decode_tokens})")
+    parser.add_argument("--rounds", type=int, help=f"most rounds of one measurement ({Sizes.rounds})")
+    parser.add_argument("--seconds", type=float, help=f"about how long one measurement may take ({Sizes.seconds:g})")
     parser.add_argument("--quick", action="store_true", help="small sizes, one round: shows that it runs, not how fast")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write everything, with every value, as JSON")
+    parser.add_argument(
+        "--baseline", type=Path, metavar="DIR", help="a checkout of another commit, whose servers are measured beside"
+    )
+    parser.add_argument("--output", type=Path, metavar="JSON", help="write everything, with every value")
+    parser.add_argument(
+        "--write-readme", action="store_true", help="write docs/bench.json, the picture, and the README's table"
+    )
     args = parser.parse_args(argv)
-    for name in ("threads", "rounds", "decode_tokens"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if unknown := sorted(set(args.parts) - set(PARTS)):
+        parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    for name in ("threads", "rounds", "seconds"):
+        if (value := getattr(args, name)) is not None and value <= 0:
+            parser.error(f"--{name} must be above 0, not {value}")
+    if args.baseline is not None and not (args.baseline / "server" / "__init__.py").is_file():
+        parser.error(f"--baseline {args.baseline} is no checkout of this project: it has no server/__init__.py")
+    if args.write_readme and (args.quick or args.parts):
+        parser.error("--write-readme needs a whole run: neither --quick nor parts")
     return args
 
 
 def sizes_of(args: argparse.Namespace) -> Sizes:
-    base = QUICK if args.quick else FULL
-    return replace(base, decode_tokens=args.decode_tokens or base.decode_tokens, rounds=args.rounds or base.rounds)
+    base = QUICK if args.quick else Sizes()
+    return replace(base, rounds=args.rounds or base.rounds, seconds=args.seconds or base.seconds)
 
 
-DECODE_RATIOS = (("local decode", "transformers"), ("PD", "transformers"), ("PD", "local decode"))
-HAND_OFF_RATIOS = (
-    ("TTFT PD", "TTFT local"),
-    ("hand-off", "raw write"),
-    ("digests", "hand-off"),
-    ("digests", "TTFT PD"),
-)
-
-
-class Bench:
-    """Everything that is measured, ready. ``on_step`` is called with a name before every round."""
-
-    def __init__(
-        self,
-        sizes: Sizes,
-        transformers: Transformers,
-        engine: LocalEngine,
-        servers: Servers,
-        raw: RawWriter,
-        on_step: Callable[[str], None],
-    ) -> None:
-        self.sizes, self.transformers, self.engine, self.servers, self.raw = sizes, transformers, engine, servers, raw
-        self._on_step = on_step
-        problems = load_problems(BUNDLED / "train.jsonl")
-        self._ids = [i for p in problems for i in engine.tokenizer.encode(completion_prompt(p, [p]) + "\n\n")]
-
-    def run(self) -> list[Measurement]:
-        sizes = self.sizes
-        found = []
-        for batch in sizes.batches:
-            prompts = [self._prompt(sizes.decode_prompt, i * sizes.decode_prompt) for i in range(batch)]
-            name = f"decode, {batch} request{'s' * (batch > 1)}"
-            found.append(self._rounds(Measurement(name, "tokens/s", DECODE_RATIOS), partial(self._decode, prompts)))
-        prompt = self._prompt(sizes.prefill_tokens)
-        prefill = Measurement(f"prefill, {len(prompt)} tokens", "tokens/s", (("local", "transformers"),))
-        found.append(self._rounds(prefill, partial(self._prefill, prompt)))
-        for n in sizes.handoff_tokens:
-            prompt = self._prompt(n)
-            self.engine.prefill_s(prompt)  # so that what is digested was written before
-            hand_off = Measurement(f"hand-off, {n} tokens", "ms", HAND_OFF_RATIOS)
-            found.append(self._rounds(hand_off, partial(self._hand_off, prompt)))
-        return found
-
-    def _prompt(self, n_tokens: int, start: int = 0) -> Prompt:
-        """Token ids of the bundled questions, of any length."""
-        return tuple(islice(cycle(self._ids), start, start + n_tokens))
-
-    def _rounds(self, measurement: Measurement, one_round: Callable[[Measurement], None]) -> Measurement:
-        for i in range(self.sizes.rounds + 1):
-            self._on_step(measurement.name)
-            one_round(Measurement("warm-up", "", ()) if i == 0 else measurement)
-        return measurement
-
-    def _decode(self, prompts: Sequence[Prompt], m: Measurement) -> None:
-        n_tokens = self.sizes.decode_tokens
-        m.add("transformers", decode_rate(self.transformers.decode(prompts, n_tokens)))
-        m.add("local decode", decode_rate(self.engine.decode(prompts, n_tokens)))
-        m.add("PD", decode_rate(self.servers.decode_pair(prompts, n_tokens)))
-
-    def _prefill(self, prompt: Prompt, m: Measurement) -> None:
-        m.add("transformers", len(prompt) / self.transformers.prefill_s(prompt))
-        m.add("local", len(prompt) / self.engine.prefill_s(prompt))
-
-    def _hand_off(self, prompt: Prompt, m: Measurement) -> None:
-        """``hand-off``: from the end of the prompt's last forward to the commit (digests, tail writes, check).
-
-        Writes, and check with commit, are as the prefill node measures them; its digest pass, which no node reports, is
-        the same code over as many bytes of the same layout here.
-        """
-        n = len(prompt)
-        nbytes = sum(self.engine.arena.layout.live_nbytes(n).values())
-        pd = self.servers.hand_off(prompt, nbytes)
-        m.add("TTFT PD", 1e3 * pd.ttft_s)
-        m.add("TTFT local", 1e3 * self.servers.ttft_local_s(prompt))
-        at_prefill_s, at_decode_s = self.engine.digest_s(n), self.engine.digest_s(n)
-        m.add("hand-off", 1e3 * (at_prefill_s + pd.transfer_s + pd.commit_s))
-        m.add("raw write", 1e3 * median(self.raw.write_s(nbytes) for _ in range(RAW_WRITES_A_ROUND)))
-        m.add("digests", 1e3 * (at_prefill_s + at_decode_s))
-        m.add("of it: writes", 1e3 * pd.transfer_s)
-        m.add("of it: check and commit", 1e3 * pd.commit_s)
-
-
-def run(args: argparse.Namespace, console: Console) -> int:
-    sizes = sizes_of(args)
-    steps = (len(sizes.batches) + 1 + len(sizes.handoff_tokens)) * (sizes.rounds + 1)
+def run(args: argparse.Namespace) -> int:
+    console = Console(width=max(110, Console().width))
+    names = [name for name in PARTS if name in args.parts or not args.parts]
+    found: list[Measurement] = []
+    failed: dict[str, str] = {}
+    part_s: dict[str, float] = {}
+    stopped = False
     load_before = os.getloadavg()[0]
-    with ExitStack() as stack:
-        engine = LocalEngine(args.model, threads=args.threads)
-        stack.callback(engine.close)
-        layout = engine.arena.layout
-        raw = RawWriter(max(sum(layout.live_nbytes(n).values()) for n in sizes.handoff_tokens))
-        stack.callback(raw.close)
-        servers = stack.enter_context(running_servers(args.model, args.threads))
-        reference = Transformers(args.model)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console) as progress:
-            bar = progress.add_task("", total=steps, completed=-1)
-
-            def on_step(name: str) -> None:
-                progress.update(bar, advance=1, description=name)
-
-            bench = Bench(sizes, reference, engine, servers, raw, on_step)
-            measurements = bench.run()
-            progress.update(bar, advance=1)
-        setting = setting_of(args, bench, load_before)
-    print_table(console, measurements)
-    console.print(
-        f"threads of one operation, on every side: {args.threads}; rounds: {sizes.rounds}; CPUs: {setting['cpus']}; "
-        f"load average: {setting['load_average_before']:.1f} -> {setting['load_average_after']:.1f}",
-        highlight=False,
-    )
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        Progress(*columns, console=Console(stderr=True), transient=True) as progress,
+        ExitStack() as stack,
+    ):
+        bar = progress.add_task("")
+        session = Session(
+            sizes_of(args),
+            args.threads,
+            Checkpoints(Path(folder), quick=args.quick),
+            args.baseline.resolve() if args.baseline else None,
+            lambda name: progress.update(bar, description=name),
+            Prompts(BUNDLED_MODEL),
+            stack,
+        )
+        for name in names:
+            if stopped:
+                break
+            started = time.monotonic()
+            try:
+                for measurement in PARTS[name](session):
+                    found.append(measurement)
+                    progress.console.print(summary(measurement), highlight=False)
+            except (BenchFailed, ClusterFailed) as error:
+                failed[name] = str(error)
+            except StopRequested as stop:
+                stopped = True
+                failed[name] = f"stopped by {stop}"
+            part_s[name] = time.monotonic() - started
+    setting = setting_of(session, load_before) | {"quick": args.quick, "part_s": part_s, "failed": failed}
+    print_table(console, found, setting)
+    for name, reason in failed.items():
+        print(f"bench: {name} could not be measured: {reason}", file=sys.stderr)
     if args.output is not None:
-        write_json(args.output, setting, measurements)
-    return 0 if args.quick else _gate(measurements, console)
-
-
-def setting_of(args: argparse.Namespace, bench: Bench, load_before: float) -> dict[str, Any]:
-    """What a reader must know to compare these numbers with others."""
-    return {
-        "model": args.model.resolve().name,
-        "quick": args.quick,
-        "threads": args.threads,
-        "rounds": bench.sizes.rounds,
-        "decode_tokens": bench.sizes.decode_tokens,
-        "decode_prompt_tokens": bench.sizes.decode_prompt,
-        "dtype": "float32",
-        "deterministic": True,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "transformers_kernels": bench.transformers.kernels,
-        "mooncake": bench.raw.version,
-        "cpus": os.cpu_count(),
-        "load_average_before": load_before,
-        "load_average_after": os.getloadavg()[0],
-    }
-
-
-def _gate(measurements: Sequence[Measurement], console: Console) -> int:
-    slower = [
-        f"{m.name}: {variant} is slower than transformers"
-        for m in measurements
-        if m.name.startswith("decode")
-        for variant in ("local decode", "PD")
-        if m.ratio(variant, "transformers") <= 1
-    ]
-    for line in slower:
-        console.print(line, style="red", highlight=False)
-    return 1 if slower else 0
+        write_json(args.output, setting, found)
+    if args.write_readme and failed:
+        print("bench: the documents stay as they are, because a part is missing", file=sys.stderr)
+    elif args.write_readme:
+        write_documents(setting, found)
+    return STOPPED if stopped else 2 if failed else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -238,12 +155,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(args.threads)
-    console = Console(width=max(100, Console().width))
-    with StopSignals():
-        try:
-            return run(args, console)
-        except StopRequested as stopped:
-            print(f"bench: stopped by {stopped}", file=sys.stderr)
-        except (BenchFailed, ClusterFailed) as error:
-            print(f"bench: {error}", file=sys.stderr)
-        return 2
+    return exit_code("bench", lambda: run(args), BenchFailed)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 Prompt = tuple[int, ...]
 """Token ids."""
+VERSION = 2
+"""Of the JSON report."""
 
 
 class BenchFailed(Exception):
@@ -38,30 +40,55 @@ class Stream:
         return self.counts[-1] if self.counts else 0
 
     def count_at(self, time_s: float) -> int:
-        return max((n for t, n in zip(self.times_s, self.counts, strict=True) if t <= time_s), default=0)
+        n_events = bisect_right(self.times_s, time_s)
+        return self.counts[n_events - 1] if n_events else 0
+
+    def gaps_s(self, start_s: float, stop_s: float) -> list[float]:
+        """Times between arrivals that follow each other, both within ``start_s .. stop_s``."""
+        times = [t for t in self.times_s if start_s <= t <= stop_s]
+        return [b - a for a, b in pairwise(times)]
+
+
+def decoding_at_once(streams: Sequence[Stream]) -> tuple[float, float, int]:
+    """From the last first token to the first end: both times, and the tokens of all streams between them (0: never)."""
+    start = max(stream.times_s[0] for stream in streams)
+    stop = min(stream.times_s[-1] for stream in streams)
+    return start, stop, sum(stream.count_at(stop) - stream.count_at(start) for stream in streams) if stop > start else 0
 
 
 def decode_rate(streams: Sequence[Stream]) -> float:
-    """Tokens per second of all streams together while all of them decode: from the last first token to the first end.
+    """Tokens per second of all streams together while all of them decode, so that no rate holds the time of a prompt.
 
-    So no rate holds the time of a prompt. Raises :class:`BenchFailed` if they never decode all at once.
+    Raises :class:`BenchFailed` if they never decode all at once.
     """
-    start = max(stream.times_s[0] for stream in streams)
-    stop = min(stream.times_s[-1] for stream in streams)
-    n_tokens = sum(stream.count_at(stop) - stream.count_at(start) for stream in streams)
-    if stop <= start or n_tokens < 1:
-        raise BenchFailed(f"{len(streams)} requests never decoded all at once: raise --decode-tokens")
+    start, stop, n_tokens = decoding_at_once(streams)
+    if n_tokens < 1:
+        raise BenchFailed(f"{len(streams)} requests never decoded all at once, with {streams[0].n_tokens} tokens each")
     return n_tokens / (stop - start)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that ``percent`` % of all do not exceed."""
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 @dataclass
 class Measurement:
-    """One quantity in several variants, measured in turn. ``ratios``: the pairs (numerator, denominator) to report."""
+    """One quantity in several variants, measured in turn. ``part`` and ``size`` say what it is of.
 
+    ``ratios`` and ``differences`` are the pairs of variants to report, of their medians. ``notes`` say, by variant,
+    what was not or not fully measured and why; ``details`` are further figures for the report alone.
+    """
+
+    part: str
     name: str
     unit: str
-    ratios: tuple[tuple[str, str], ...]
+    ratios: tuple[tuple[str, str], ...] = ()
+    differences: tuple[tuple[str, str], ...] = ()
+    size: dict[str, Any] = field(default_factory=dict)
     values: dict[str, list[float]] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
     def add(self, variant: str, value: float) -> None:
         self.values.setdefault(variant, []).append(value)
@@ -72,35 +99,38 @@ class Measurement:
     def ratio(self, numerator: str, denominator: str) -> float:
         return self.median(numerator) / self.median(denominator)
 
+    def both(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Those of ``pairs`` that were measured."""
+        return [pair for pair in pairs if all(name in self.values for name in pair)]
+
     def as_json(self) -> dict[str, Any]:
         return {
+            "part": self.part,
             "name": self.name,
+            "size": self.size,
             "unit": self.unit,
             "variants": {
                 name: {"median": median(values), "min": min(values), "max": max(values), "values": values}
                 for name, values in self.values.items()
             },
-            "ratios": {f"{a} / {b}": self.ratio(a, b) for a, b in self.ratios},
+            "ratios": {f"{a} / {b}": self.ratio(a, b) for a, b in self.both(self.ratios)},
+            "differences": {f"{a} - {b}": self.median(a) - self.median(b) for a, b in self.both(self.differences)},
+            "notes": self.notes,
+            "details": self.details,
         }
 
 
-def print_table(console: Console, measurements: Sequence[Measurement]) -> None:
-    """Medians with their spread, then the ratios of medians."""
-    values = Table("measurement", "variant", "median", "min", "max", "unit", title="values")
-    ratios = Table("measurement", "ratio of medians", "", title="ratios")
-    for table, columns in ((values, (2, 3, 4)), (ratios, (2,))):
-        for column in columns:
-            table.columns[column].justify = "right"
-    for m in measurements:
-        for name, found in m.values.items():
-            spread = (median(found), min(found), max(found))
-            values.add_row(m.name, name, *(f"{x:,.3g}" if x < 100 else f"{x:,.0f}" for x in spread), m.unit)
-        for a, b in m.ratios:
-            ratios.add_row(m.name, f"{a} / {b}", f"{m.ratio(a, b):.3f}")
-    console.print(values)
-    console.print(ratios)
-
-
 def write_json(path: Path, setting: dict[str, Any], measurements: Sequence[Measurement]) -> None:
-    report = {"version": 1, "setting": setting, "measurements": [m.as_json() for m in measurements]}
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    """One line for each measurement."""
+    lines = ",\n".join(json.dumps(_rounded(m.as_json())) for m in measurements)
+    text = f'{{"version": {VERSION},\n"setting": {json.dumps(_rounded(setting))},\n"measurements": [\n{lines}\n]}}\n'
+    path.write_text(text, encoding="utf-8")
+
+
+def _rounded(value: Any) -> Any:
+    """Floats with six digits: more is noise, and a report is read."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value

@@ -5,6 +5,7 @@ As a program it is the receiver: registers argv[1] bytes, prints "session addres
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from server.transfer.engines.mooncake import MooncakeEngine
 
 from .measurement import BenchFailed
 
-END_TIMEOUT_S = 10.0
+START_TIMEOUT_S, END_TIMEOUT_S, WRITE_TIMEOUT_S = 60.0, 10.0, 60.0
 
 
 class RawWriter:
@@ -34,22 +35,30 @@ class RawWriter:
         self._source = np.ones(nbytes, dtype=np.uint8)
         self._engine = MooncakeEngine(transport="tcp")
         self._engine.register(self._source.ctypes.data, self._source.nbytes)
-        announced = self._receiver.stdout.readline().split() if self._receiver.stdout is not None else []
+        announced = self._announced()
         if len(announced) != 2:
             self.close()
-            raise BenchFailed("the receiver of the raw writes did not start")
+            raise BenchFailed(f"the receiver of the raw writes did not start within {START_TIMEOUT_S:g} s")
         self._session, self._target = announced[0], int(announced[1])
 
     @property
     def version(self) -> str:
         return self._engine.version
 
+    def _announced(self) -> list[str]:
+        """Its session and address; nothing if they do not come in time."""
+        output = self._receiver.stdout
+        if output is None or not select.select([output], [], [], START_TIMEOUT_S)[0]:
+            return []
+        return output.readline().split()
+
     def write_s(self, nbytes: int) -> float:
         """Seconds from submitting one write of ``nbytes`` until it is known to be applied, polled without a pause."""
         started = time.perf_counter()
         ticket = self._engine.submit(self._session, self._source.ctypes.data, self._target, nbytes)
         while (status := self._engine.poll(ticket)) is PieceStatus.RUNNING:
-            pass
+            if time.perf_counter() - started > WRITE_TIMEOUT_S:
+                raise BenchFailed(f"a raw write of {nbytes} bytes did not end within {WRITE_TIMEOUT_S:g} s")
         elapsed_s = time.perf_counter() - started
         if status is not PieceStatus.APPLIED:
             raise BenchFailed(f"a raw write of {nbytes} bytes ended {status}")

@@ -17,12 +17,12 @@ KERNELS = ("attn_implementation", "experts_implementation")
 
 
 class Transformers:
-    """Greedy ``generate`` with its own cache, in fp32, as it comes."""
+    """Greedy ``generate`` with its own cache, as it comes. ``dtype`` is torch's name of one."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, dtype: str = "float32") -> None:
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
-        self._model: Any = DeepseekV4ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._model: Any = DeepseekV4ForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
 
     @property
     def kernels(self) -> dict[str, str]:

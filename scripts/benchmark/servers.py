@@ -2,110 +2,143 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import httpx
-from cluster import LOGS, Cluster, Node, Pair, until
-from cluster.asking import EarlyEnd, RequestError, events_of
+from cluster import LOGS, Cluster, Node, until
 
-from .measurement import BenchFailed, Prompt, Stream
+from .client import ttft_s
+from .measurement import BenchFailed, Prompt
+from .session import Session
 
 READY_TIMEOUT_S = 180.0
-ANSWER_TIMEOUT_S = 300.0
-COUNTED_TIMEOUT_S = 10.0
+COUNTED_TIMEOUT_S = 30.0
+PD, LOCAL, BASELINE = "PD", "local", ", baseline"
+PAGES, SLOTS = 1200, 64
+CORES = 2
+HAND_OFF_PHASES = ("digest", "transfer", "commit")
+"""Of ``pd_phase_seconds``: from the end of a prompt's last forward until the decode node has committed its state."""
 
 
 @dataclass(frozen=True)
-class Handoff:
-    """One request through the pair, seconds: the client's ``ttft_s``, and two phases as the prefill node measures them.
+class Server:
+    """Who answers: ``node``, and the ``prefill`` node behind it, if any."""
 
-    ``transfer_s``: digests taken -> every piece applied. ``commit_s``: ``Done`` sent -> ``Committed`` received.
-    """
+    node: Node
+    prefill: Node | None = None
 
-    ttft_s: float
-    transfer_s: float
-    commit_s: float
+    @property
+    def url(self) -> str:
+        return self.node.url
 
+    @property
+    def nodes(self) -> list[Node]:
+        return [node for node in (self.prefill, self.node) if node is not None]
 
-class Servers:
-    """Three running nodes: a pair, and ``local``, with ``--local-prefill``."""
+    def moved(self) -> int:
+        """Bytes of state that came so far."""
+        return sum(self.node.transfer_bytes().values())
 
-    def __init__(self, pair: Pair, local: Node) -> None:
-        self._prefill, self._decode, self._local = pair.p, pair.d, local
+    def hand_off(self, prompt: Prompt, nbytes: int) -> dict[str, float]:
+        """One prompt through the pair: seconds of its ``TTFT``, and of every phase that the prefill node measures.
 
-    def decode_pair(self, prompts: Sequence[Prompt], n_tokens: int) -> list[Stream]:
-        """All prompts asked of the pair at once; the stream of each."""
-        return asyncio.run(_ask_all(self._decode.url, prompts, n_tokens))
-
-    def ttft_local_s(self, prompt: Prompt) -> float:
-        return _ttft_s(self._local.url, prompt)
-
-    def hand_off(self, prompt: Prompt, nbytes: int) -> Handoff:
-        """One prompt through the pair. Raises :class:`BenchFailed` unless exactly ``nbytes`` of state moved for it."""
-        n_before, seconds_before, moved_before = self._n_committed(), self._seconds(), self._moved()
-        ttft_s = _ttft_s(self._decode.url, prompt)
+        Raises :class:`BenchFailed` unless exactly ``nbytes`` of state moved for it.
+        """
+        if self.prefill is None:
+            raise ValueError("a node alone hands nothing over")
+        p = self.prefill
+        before, moved_before = phases_of(p), self.moved()
+        n_before = n_committed(p)
+        ttft = ttft_s(self.url, prompt)
         try:  # the prefill node counts a room a moment after the decode node has answered
-            until(lambda: self._n_committed() == n_before + 1, COUNTED_TIMEOUT_S, "the room is in pd_phase_seconds")
+            until(lambda: n_committed(p) == n_before + 1, COUNTED_TIMEOUT_S, "the room is in pd_phase_seconds")
         except TimeoutError as error:
             raise BenchFailed(f"the prefill node: {error}") from error
-        if (moved := self._moved() - moved_before) != nbytes:
+        if (moved := self.moved() - moved_before) != nbytes:
             raise BenchFailed(f"{moved} bytes were moved for {len(prompt)} prompt tokens, expected {nbytes}")
-        transfer_s, commit_s = (after - before for after, before in zip(self._seconds(), seconds_before, strict=True))
-        return Handoff(ttft_s, transfer_s, commit_s)
+        return {"TTFT": ttft} | {name: seconds - before.get(name, 0.0) for name, seconds in phases_of(p).items()}
 
-    def _moved(self) -> int:
-        return sum(self._decode.transfer_bytes().values())
 
-    def _n_committed(self) -> float:
-        return self._prefill.samples("pd_phase_seconds_count").get(("commit",), 0.0)
+def n_committed(prefill: Node) -> float:
+    return prefill.samples("pd_phase_seconds_count").get(("commit",), 0.0)
 
-    def _seconds(self) -> tuple[float, float]:
-        """Sums of ``pd_phase_seconds`` for the two phases of a hand-off, transfer and commit."""
-        sums = self._prefill.samples("pd_phase_seconds_sum")
-        return sums.get(("transfer",), 0.0), sums.get(("commit",), 0.0)
+
+def phases_of(prefill: Node) -> dict[str, float]:
+    """Seconds of all rooms so far by phase."""
+    return {phase: seconds for (phase,), seconds in prefill.samples("pd_phase_seconds_sum").items()}
+
+
+def program(role: str, baseline: Path | None) -> Sequence[str]:
+    """The command of a node: this one's, or that of the checkout ``baseline``, in this environment."""
+    if baseline is None:
+        return ()
+    return ("env", f"PYTHONPATH={baseline}", sys.executable, "-P", "-m", f"server.{role}")
+
+
+def prefill_node(name: str, options: Sequence[str], baseline: Path | None = None) -> Node:
+    return Node("prefill", LOGS / f"bench-{name}-prefill.log", *options, program=program("prefill", baseline))
+
+
+def decode_node(name: str, prefill: Node | None, options: Sequence[str], baseline: Path | None = None) -> Node:
+    """Without ``prefill`` one that computes prompts itself."""
+    source = ("--local-prefill",) if prefill is None else ("--prefill", prefill.address)
+    log = LOGS / f"bench-{name}-decode.log"
+    return Node("decode", log, *source, *options, name=f"{name} decode", program=program("decode", baseline))
+
+
+def a_pair(name: str, options: Sequence[str], baseline: Path | None = None) -> Server:
+    prefill = prefill_node(name, options, baseline)
+    return Server(decode_node(name, prefill, options, baseline), prefill)
+
+
+def node_options(session: Session, checkpoint: str, *, pages: int = PAGES, slots: int = SLOTS) -> tuple[str, ...]:
+    model = ("--model", str(session.checkpoints.path(checkpoint)))
+    sizes = ("--threads", session.threads, "--pages", pages, "--slots", slots)
+    return (*model, *map(str, sizes), "--log-level", "warning")
 
 
 @contextmanager
-def running_servers(model: Path, threads: int) -> Iterator[Servers]:
-    """The three nodes, ready; ended on every way out. Raises :class:`cluster.ClusterFailed`."""
-    common = ("--model", str(model), "--threads", str(threads), "--log-level", "warning")
-    pair = Pair(LOGS, common, common, prefix="bench-")
-    local = Node("decode", LOGS / "bench-local.log", "--local-prefill", *common, name="local")
-    with Cluster([*pair.nodes, local]).running(READY_TIMEOUT_S):
-        yield Servers(pair, local)
+def running(servers: dict[str, Server]) -> Iterator[dict[str, Server]]:
+    """The servers, ready; ended on every way out. Raises :class:`cluster.ClusterFailed`."""
+    with Cluster([node for server in servers.values() for node in server.nodes]).running(READY_TIMEOUT_S):
+        yield servers
 
 
-def _ttft_s(url: str, prompt: Prompt) -> float:
-    """Seconds from sending the request to its first token, on a connection that is open already."""
-    (stream,) = asyncio.run(_ask_all(url, [prompt], 1))
-    return stream.times_s[0]
+def pair_and_local(options: Sequence[str], baseline: Path | None) -> dict[str, Server]:
+    """A pair and a node alone, and the same of the baseline, if there is one."""
+    servers = {PD: a_pair("pair", options), LOCAL: Server(decode_node("alone", None, options))}
+    if baseline is not None:
+        servers[PD + BASELINE] = a_pair("baseline-pair", options, baseline)
+        servers[LOCAL + BASELINE] = Server(decode_node("baseline-alone", None, options, baseline))
+    return servers
 
 
-async def _ask_all(url: str, prompts: Sequence[Prompt], n_tokens: int) -> list[Stream]:
-    limits = httpx.Limits(max_connections=len(prompts))
-    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_TIMEOUT_S, trust_env=False, limits=limits) as client:
-        await asyncio.gather(*(client.get("/health") for _ in prompts))
-        started = time.perf_counter()
-        return await asyncio.gather(*(_ask(client, prompt, n_tokens, started) for prompt in prompts))
+def bundled_servers(session: Session) -> dict[str, Server]:
+    """Those of :func:`pair_and_local` with the bundled weights and room for long prompts.
+
+    Started when a part needs them first, on two cores, and kept for the next. Raises :class:`cluster.ClusterFailed`.
+    """
+    if not session.servers:
+        servers = pair_and_local(node_options(session, "bundled, long"), session.baseline)
+        with same_cores():
+            session.stack.enter_context(running(servers))
+        session.servers.update(servers)
+    for server in session.servers.values():
+        for node in server.nodes:
+            node.check()
+    return session.servers
 
 
-async def _ask(client: httpx.AsyncClient, prompt: Prompt, n_tokens: int, started: float) -> Stream:
-    """One streamed completion; times count from ``started``."""
-    body: dict[str, Any] = {"prompt": list(prompt), "max_tokens": n_tokens, "temperature": 0, "ignore_eos": True}
-    body |= {"stream": True, "stream_options": {"continuous_usage_stats": True}}
-    stream = Stream()
+@contextmanager
+def same_cores() -> Iterator[None]:
+    """Everything that is started meanwhile, and this process, runs on the first two cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:CORES])
     try:
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            async for event in events_of(response):
-                stream.add(time.perf_counter() - started, event["usage"]["completion_tokens"])
-    except (RequestError, EarlyEnd) as error:
-        raise BenchFailed(str(error)) from error
-    if stream.n_tokens != n_tokens:
-        raise BenchFailed(f"an answer has {stream.n_tokens} tokens, expected {n_tokens}")
-    return stream
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,119 +1,59 @@
-"""Time per output token with k draft tokens against plain decoding: local and through the pair, at 1 and at 8 requests.
-
-Starts one prefill node and, for every k, a decode node that is its peer and one that computes prompts itself. The
-bundled questions are asked of all of them in turn, round after round, so that a noisy machine disturbs all alike.
-Reports medians and ratios to k = 0.
-"""
+"""Time per output token with k draft tokens against plain decoding: the bundled questions, asked of pairs."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from statistics import median
 
-from cluster import LOGS, Cluster, Node
-from cluster.tool import exit_code
-from evaluation.client import Answer, ServerDied, accept_length, ask_bundled_model
-from evaluation.questions import bundled_questions
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from evaluation.questions import STOP, bundled_questions
 
-from .measurement import BenchFailed
+from .client import ask_all, run_client
+from .measurement import BenchFailed, Measurement
+from .servers import Server, decode_node, node_options, prefill_node, running
+from .session import Session
 
-READY_TIMEOUT_S = 300.0
-
-Variant = tuple[str, int]
-"""Where a decode node's prompts are computed, "local" or "pair", and its draft tokens a step."""
+AT_ONCE = (1, 8)
+MOST_TOKENS = 64
 
 
-@dataclass(frozen=True)
-class Figure:
-    """Medians of one variant at one concurrency. ``ratio`` is to k = 0 of the same place and concurrency."""
-
-    where: str
-    k: int
-    requests: int
-    tpot_ms: float
-    ratio: float
-    accept_length: float
-
-
-@contextmanager
-def running_nodes(ks: Sequence[int]) -> Iterator[dict[Variant, Node]]:
-    """The decode nodes, ready; ended on every way out. Raises :class:`ClusterFailed`."""
-    common = ("--log-level", "error")
-    prefill = Node("prefill", LOGS / "bench-spec-prefill.log", *common)
-    sources = {"local": ["--local-prefill"], "pair": ["--prefill", prefill.address]}
+def measure_speculation(session: Session) -> Iterator[Measurement]:
+    """One prefill node, and a decode node for every k. ``details`` have the accept length of each."""
+    prompts = [prompt for _, prompt in bundled_questions()[: session.sizes.questions]]
+    options = node_options(session, "bundled", pages=128, slots=16)
+    prefill = prefill_node("speculation", options)
+    names = {k: f"k = {k}" for k in range(session.sizes.most_drafts + 1)}
     nodes = {
-        (where, k): Node(
-            "decode",
-            LOGS / f"bench-spec-{where}-{k}.log",
-            *("--spec-tokens", str(k), *source, *common),
-            name=f"{where} k={k}",
-        )
-        for where, source in sources.items()
-        for k in ks
+        name: Server(decode_node(f"speculation-{k}", prefill, (*options, "--spec-tokens", str(k))))
+        for k, name in names.items()
     }
-    with Cluster([prefill, *nodes.values()]).running(READY_TIMEOUT_S):
-        yield nodes
+    with running({"prefill": Server(prefill), **nodes}):
+        for at_once in AT_ONCE:
+            lengths: dict[str, float] = {}
+            m = Measurement(
+                "speculation",
+                f"time per output token, bundled questions, {at_once} at once",
+                "ms",
+                tuple((name, names[0]) for k, name in names.items() if k),
+                size={"checkpoint": "bundled", "requests": at_once, "questions": len(prompts)},
+                details={"accept_length": lengths},
+            )
+            yield session.measure(m, partial(_round, nodes, prompts, at_once, lengths))
 
 
-def ask(node: Node, prompts: Sequence[str], concurrency: int) -> list[Answer]:
-    """Greedy answers. Raises :class:`BenchFailed` if one failed: a figure over fewer answers would not compare."""
-    answers = ask_bundled_model(node.url, prompts, concurrency)
-    if failed := [answer.error for answer in answers if answer.error is not None]:
-        raise BenchFailed(f"{node.name} failed a question: {failed[0]}")
-    return answers
-
-
-def measure(nodes: dict[Variant, Node], prompts: Sequence[str], rounds: int, console: Console) -> list[Figure]:
-    """Every variant at 1 and 8 requests, in turn, ``rounds`` times after one warm-up."""
-    found: dict[tuple[str, int, int], list[Answer]] = {}
-    for i in track(range(rounds + 1), "rounds", console=console):
-        for requests in (1, 8):
-            for variant, node in nodes.items():
-                answers = ask(node, prompts, requests)
-                if i:
-                    found.setdefault((*variant, requests), []).extend(answers)
-    tpot = {key: statistics.median(a.tpot_s for a in answers if a.tpot_s is not None) for key, answers in found.items()}
-    figures = []
-    for (where, k, requests), answers in found.items():
-        ratio = tpot[where, k, requests] / tpot[where, 0, requests]
-        length = accept_length(answers) or 1.0
-        figures.append(Figure(where, k, requests, 1e3 * tpot[where, k, requests], ratio, length))
-    return figures
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument(
-        "--ks", type=int, nargs="+", default=[0, 1, 2, 3], metavar="K", help="draft tokens (0 included)"
-    )
-    parser.add_argument("--questions", type=int, default=8, metavar="N", help="questions of each round")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds after the warm-up")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
-    args = parser.parse_args(argv)
-    return exit_code("bench_spec", lambda: run(args), BenchFailed, ServerDied)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Measures, prints and perhaps writes the figures."""
-    console = Console(stderr=True)
-    prompts = [prompt for _, prompt in bundled_questions()[: args.questions]]
-    with running_nodes(sorted({0, *args.ks})) as nodes:
-        figures = measure(nodes, prompts, args.rounds, console)
-    table = Table("where", "requests", "k", "TPOT ms", "/ k = 0", "accept length")
-    for f in sorted(figures, key=lambda f: (f.where, f.requests, f.k)):
-        cells = (f.where, str(f.requests), str(f.k), f"{f.tpot_ms:.2f}", f"{f.ratio:.2f}", f"{f.accept_length:.2f}")
-        table.add_row(*cells)
-    Console().print(table)
-    if args.output is not None:
-        args.output.write_text(json.dumps([vars(f) for f in figures], indent=1), encoding="utf-8")
-    return 0
+def _round(
+    nodes: dict[str, Server], prompts: Sequence[str], at_once: int, lengths: dict[str, float], m: Measurement
+) -> None:
+    for name, node in nodes.items():
+        times_s, n_steps, n_accepted = [], 0, 0
+        for i in range(0, len(prompts), at_once):
+            for stream, usage in run_client(ask_all(node.url, prompts[i : i + at_once], MOST_TOKENS, STOP)):
+                if stream.n_tokens > stream.counts[0]:
+                    times_s.append((stream.times_s[-1] - stream.times_s[0]) / (stream.n_tokens - stream.counts[0]))
+                drafts = usage.get("completion_tokens_details") or {}
+                n_steps += drafts.get("draft_steps", 0)
+                n_accepted += drafts.get("accepted_prediction_tokens", 0)
+        if not times_s:
+            raise BenchFailed(f"{name}: no answer has two tokens")
+        m.add(name, 1e3 * median(times_s))
+        lengths[name] = 1 + n_accepted / n_steps if n_steps else 1.0

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 LOGS = ROOT / ".run"
 START_S = 120.0
-"""For an interpreter to import torch and load the model on a busy machine; about 4 s on a quiet one."""
+"""For an interpreter to import torch and load the model on a busy machine; about 2 s on a quiet one."""
 HTTP_S = 10.0
 PLAIN_HTTP: dict[str, Any] = {"trust_env": False, "verify": False}
 """For clients of these nodes: no proxies, and no certificates, which take a tenth of a second to read."""

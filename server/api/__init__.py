@@ -1,6 +1,6 @@
 """The OpenAI-compatible HTTP API: request schemas, routes, streaming, errors, health and metrics.
 
-What it serves is a ``server.engine.request.Backend``, which ``server.node.run`` hands to :func:`create_app`.
+What it serves is a ``server.engine.request.Backend``, which ``server.node.serve`` hands to :func:`create_app`.
 """
 
 from server.api.app import create_app

@@ -1,30 +1,23 @@
-"""The generations behind one HTTP request: started together, followed to the end, and aborted with it."""
+"""The generations behind one HTTP request: started together, read to the end, and aborted with it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
-from typing import TypeVar
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from server.api.request_id import current_request
-from server.engine.request import (
-    Backend,
-    FinishReason,
-    Generation,
-    GenerationRequest,
-    RouteInfo,
-    TokenOutput,
-)
+from server.engine.request import Backend, FinishReason, Generation, GenerationRequest, TokenOutput
 from server.failure import Failure, RequestFailed
-
-T = TypeVar("T")
 
 
 class Generations:
-    """One or more running generations. :meth:`abort` must be called when the request is over, whatever has happened.
+    """One or more running generations, and the queue of what they gave out and nobody has taken yet. :meth:`abort` must
+    be called when the request is over, whatever has happened.
 
-    What a client is slow to read waits in each generation: at most its whole answer, while the connection lasts.
+    What a client is slow to read waits here: at most its whole answer, while the connection lasts.
     """
 
     def __init__(self, backend: Backend, requests: Sequence[GenerationRequest]) -> None:
@@ -32,16 +25,28 @@ class Generations:
 
         :raises RequestFailed: the backend's refusal.
         """
+        self._all: list[Generation] = []
         self._open: dict[int, Generation] = {}
-        self._routes: list[RouteInfo | None] = [None] * len(requests)
+        self._n_running = len(requests)
+        self._failure: Exception | None = None
+        self._waiting: deque[tuple[int, TokenOutput]] = deque()
+        self._reader: Callable[[], None] | None = None
+        self._is_read_soon = False
+        self._wake = asyncio.Event()
         try:
             for index, request in enumerate(requests):
                 self._open[index] = _submit(backend, request)
         except BaseException:
             self.abort()
             raise
+        self._all += self._open.values()
+        for index, generation in enumerate(self._all):
+            generation.listen(partial(self._arrives, index))
         if (http_request := current_request()) is not None:
             http_request.taken_on = True
+
+    def __len__(self) -> int:
+        return len(self._all)
 
     def abort(self) -> None:
         """Aborts what has not come to its end by itself. May be called more than once."""
@@ -53,79 +58,118 @@ class Generations:
         """``x-pd-prefill``: who computed the prompts (each once); ``x-pd-room``: one room for every generation, if any;
         ``x-pd-draft-state``: with speculation, where the draft's window came from. ``x-pd-retries``: how often a prompt
         was computed by another prefill node because one had failed, if ever. Nothing while one of the prompts is not
-        committed here, as far as :meth:`outputs` knows.
+        committed here.
         """
-        routes = [route for route in self._routes if route is not None]
-        if len(routes) < len(self._routes):
+        routes = [generation.known_route for generation in self._all]
+        known = [route for route in routes if route is not None]
+        if len(known) < len(routes):
             return {}
-        headers = {"x-pd-prefill": ",".join(dict.fromkeys(route.prefill for route in routes))}
-        rooms = [str(route.room) for route in routes if route.room is not None]
+        headers = {"x-pd-prefill": ",".join(dict.fromkeys(route.prefill for route in known))}
+        rooms = [str(route.room) for route in known if route.room is not None]
         if rooms:
             headers["x-pd-room"] = ",".join(rooms)
-        if states := dict.fromkeys(route.draft_state for route in routes if route.draft_state is not None):
+        if states := dict.fromkeys(route.draft_state for route in known if route.draft_state is not None):
             headers["x-pd-draft-state"] = ",".join(states)
-        if n_retries := sum(route.n_retries for route in routes):
+        if n_retries := sum(route.n_retries for route in known):
             headers["x-pd-retries"] = str(n_retries)
         return headers
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, TokenOutput]]:
-        """Every generation's outputs with its index, as they come, until all have ended. Close it after use.
+    # --- reading ------------------------------------------------------------------------------------------------------
 
-        :raises RequestFailed: one of them failed, was aborted, or stopped without a finish reason.
+    @property
+    def has_waiting(self) -> bool:
+        """Whether something can be taken."""
+        return bool(self._waiting)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all have ended and everything is taken."""
+        return not self._n_running and not self._waiting
+
+    @property
+    def _is_ended(self) -> bool:
+        """Whether nothing more will come."""
+        return not self._n_running or self._failure is not None
+
+    def take(self) -> tuple[int, TokenOutput] | None:
+        """The next output, in the order of their coming, with its generation's index; None if none waits."""
+        if not self._waiting:
+            return None
+        item = self._waiting.popleft()
+        if not self._waiting and self._is_ended:
+            self._wake.set()
+        return item
+
+    async def wait(self, within_s: float | None = None) -> bool:
+        """Until something can be taken, or everything is over: False if ``within_s`` seconds go by before.
+
+        With a reader (:meth:`read_by`) only the end counts.
+
+        :raises RequestFailed: one of them failed or was aborted, and what came before it is taken.
         """
-        async with aclosing(self.outputs_and_pauses(None, None)) as items:
-            async for item in items:
-                if item is not None:
-                    yield item
-
-    async def outputs_and_pauses(
-        self, first_s: float | None, then_s: float | None
-    ) -> AsyncGenerator[tuple[int, TokenOutput] | None]:
-        """Like :meth:`outputs`, with None whenever nothing has come for ``then_s`` seconds (at the beginning: for
-        ``first_s``).
-        """
-        queue: asyncio.Queue[tuple[int, TokenOutput | Exception | None]] = asyncio.Queue(maxsize=len(self._open))
-
-        async def follow(index: int, generation: Generation) -> None:
+        is_ready = self._is_ended if not self._waiting else self._reader is None
+        if not is_ready:
+            self._wake.clear()
             try:
-                self._routes[index] = await generation.route()
-                async for output in _to_the_end(generation):
-                    await queue.put((index, output))
-                await queue.put((index, None))
-            except Exception as error:  # noqa: BLE001 - raised again by the reader below
-                await queue.put((index, error))
+                async with asyncio.timeout(within_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                return False
+        if self._failure is not None and not self._waiting:
+            raise self._failure
+        return True
 
-        tasks = [asyncio.create_task(follow(index, generation)) for index, generation in self._open.items()]
-        n_running, patience_s = len(tasks), first_s
+    @contextlib.contextmanager
+    def read_by(self, reader: Callable[[], None]) -> Iterator[None]:
+        """Inside, ``reader`` is called whenever something has come, without a task that has to wake up: in the same
+        call, or with several generations right after it, once for all that come together.
+
+        What it does not take stays; :meth:`read` has it look again. What it raises, :meth:`wait` raises.
+        """
+        self._reader = reader
         try:
-            while n_running:
-                found = await _within(patience_s, queue)
-                patience_s = then_s
-                if found is None:
-                    yield None
-                    continue
-                index, output = found
-                if isinstance(output, Exception):
-                    raise output
-                if output is None:
-                    n_running -= 1
-                    continue
-                if output.finish_reason is not None:
-                    self._open.pop(index, None)
-                yield index, output
+            self.read()
+            yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._reader = None
 
+    def read(self) -> None:
+        """Calls the reader, if there is one."""
+        if self._reader is not None:
+            try:
+                self._reader()
+            except Exception as error:  # noqa: BLE001  (raised again by `wait`)
+                self._waiting.clear()
+                self._fail(error)
 
-async def _within(seconds: float | None, queue: asyncio.Queue[T]) -> T | None:
-    """The queue's next item; None if nothing comes within ``seconds`` (None: waits for ever)."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await queue.get()
-    except TimeoutError:
-        return None
+    def _read_soon(self) -> None:
+        self._is_read_soon = False
+        self.read()
+
+    def _arrives(self, index: int, item: TokenOutput | RequestFailed) -> None:
+        if self._failure is not None:
+            return
+        if isinstance(item, TokenOutput) and item.finish_reason is not FinishReason.ABORT:
+            if item.finish_reason is not None:
+                self._n_running -= 1
+                self._open.pop(index, None)
+            self._waiting.append((index, item))
+            if self._reader is None:
+                self._wake.set()
+            elif len(self._all) == 1:
+                self.read()
+            elif not self._is_read_soon:
+                self._is_read_soon = True
+                asyncio.get_running_loop().call_soon(self._read_soon)
+        elif isinstance(item, RequestFailed):
+            self._fail(item)
+        else:
+            reason = "The server gave this request up before it was finished."
+            self._fail(RequestFailed(Failure("aborted", reason)))
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._wake.set()
 
 
 def _submit(backend: Backend, request: GenerationRequest) -> Generation:
@@ -135,13 +179,3 @@ def _submit(backend: Backend, request: GenerationRequest) -> Generation:
         if request.routed is not None:
             failure.room = request.routed.room
         raise
-
-
-async def _to_the_end(generation: Generation) -> AsyncIterator[TokenOutput]:
-    async for output in generation:
-        if output.finish_reason is FinishReason.ABORT:
-            raise RequestFailed(Failure("aborted", "The server gave this request up before it was finished."))
-        yield output
-        if output.finish_reason is not None:
-            return
-    raise RequestFailed(Failure("incomplete", "The generation ended without a finish reason."))

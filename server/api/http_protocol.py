@@ -16,6 +16,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from server.api.direct_body import DirectBody, offer_direct_body
 from server.api.http_connections import Body, ConnectionManager
 from server.api.http_limits import CHUNK_BYTES_A_FRAMING_BYTE, Refusal
 from server.api.middleware import UNSENT_STATUS
@@ -74,6 +75,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._write_deadline: asyncio.TimerHandle | None = None
         self._unsent_nbytes = 0
         self._is_refused = False
+        self._direct_body: DirectBody | None = None
+        """Of the request that is being answered."""
 
     # The connection
 
@@ -279,6 +282,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        self._direct_body = offer_direct_body(cycle) if cycle.scope["method"] == "POST" else None
         super()._start_asgi_task(cycle, app)
 
     async def _run(self, body: Body, scope: Any, receive: Any, send: Any) -> None:
@@ -302,6 +306,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        if self._direct_body is not None:
+            self._direct_body.resumed()
         if not self.transport.is_closing():
             self._cancel_write_deadline()
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import xxhash
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from server.api.answers import Answer, Usage, Writer
-from server.api.errors import InvalidRequest
+from server.api.chunks import Chunks, event, pd_object
+from server.api.errors import InvalidRequest, failure_body
 from server.api.generations import Generations
+from server.api.request_id import request_id
 from server.api.routed_rooms import MAX_GENERATIONS, routed_rooms
 from server.api.schemas import GenerationFields, StreamOptions
-from server.api.streaming import EventStream, StreamTimes, chunks_of, pd_object, until_disconnect
+from server.api.streaming import EventStream, LiveStream, StreamTimes, until_disconnect
 from server.api.tokenizing import check_prompt_length, check_token_id
 from server.engine.request import (
     PREFILL_ROLE,
@@ -92,25 +93,22 @@ async def serve(
     is_at_prefill = backend.role == PREFILL_ROLE
     try:
         if not body.stream:
-            answers = await until_disconnect(request.receive, _collect(generations, len(requests), writer.usage))
+            answers = await until_disconnect(request.receive, _collect(generations, writer.usage))
             headers = generations.route_headers
-            return JSONResponse(writer.whole(answers, pd_object(headers)), headers=headers)
+            return JSONResponse(writer.whole(answers, pd_object(request_id(), headers)), headers=headers)
         times: StreamTimes = request.app.state.stream_times
-        items = (
-            _first_tokens(generations, len(requests), times.head_s)
-            if is_at_prefill
-            else generations.outputs_and_pauses(times.head_s, times.comment_s)
-        )
-        first = await until_disconnect(request.receive, anext(items))
-        options = body.stream_options or StreamOptions()
-        chunks = chunks_of(first, items, generations, len(requests), writer, options, times.comment_s)
-        on_end = None if is_at_prefill else generations.abort
-        return EventStream(chunks, headers=generations.route_headers, on_end=on_end)
+        chunks = Chunks(writer, body.stream_options or StreamOptions(), generations)
+        if is_at_prefill:
+            outputs = await until_disconnect(request.receive, _first_tokens(generations, times.head_s))
+            events = [event for index, output in outputs for event in chunks.events(index, output)]
+            return EventStream([*events, *chunks.end()], headers=generations.route_headers)
+        await until_disconnect(request.receive, generations.wait(times.head_s))
+        return LiveStream(generations, chunks, times.comment_s, headers=generations.route_headers)
     except BaseException as error:
         generations.abort()
         is_event = body.stream and requests[0].routed is not None and not is_at_prefill
         if is_event and isinstance(error, RequestFailed):
-            return EventStream(_failing(error))
+            return EventStream([event(failure_body(error))])
         raise
 
 
@@ -175,31 +173,29 @@ def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt
     return sampling
 
 
-async def _collect(generations: Generations, n_generations: int, usage: Usage) -> list[Answer]:
-    answers = [Answer() for _ in range(n_generations)]
-    async with aclosing(generations.outputs()) as outputs:
-        async for index, output in outputs:
+async def _collect(generations: Generations, usage: Usage) -> list[Answer]:
+    answers = [Answer() for _ in range(len(generations))]
+
+    def add_waiting() -> None:
+        while (item := generations.take()) is not None:
+            index, output = item
             answers[index].add(output)
             usage.add(output)
+
+    with generations.read_by(add_waiting):
+        while not generations.is_over:
+            await generations.wait()
     return answers
 
 
-async def _first_tokens(
-    generations: Generations, n_generations: int, within_s: float
-) -> AsyncGenerator[tuple[int, TokenOutput] | None]:
+async def _first_tokens(generations: Generations, within_s: float) -> list[tuple[int, TokenOutput]]:
     """What a prefill node answers: the token of every generation, and of those that have none ``within_s`` the end."""
     found: dict[int, TokenOutput] = {}
     with suppress(TimeoutError):
-        async with asyncio.timeout(within_s), aclosing(generations.outputs()) as outputs:
-            async for index, output in outputs:
-                found.setdefault(index, output)
-    for index in range(n_generations):
-        yield index, found.get(index, TokenOutput((), "", finish_reason=FinishReason.LENGTH))
-
-
-async def _failing(failure: RequestFailed) -> AsyncGenerator[dict[str, Any]]:
-    """A stream that has nothing but ``failure``."""
-    nothing: tuple[dict[str, Any], ...] = ()
-    for chunk in nothing:
-        yield chunk
-    raise failure
+        async with asyncio.timeout(within_s):
+            while not generations.is_over:
+                await generations.wait()
+                while (item := generations.take()) is not None:
+                    found.setdefault(*item)
+    nothing = TokenOutput((), "", finish_reason=FinishReason.LENGTH)
+    return [(index, found.get(index, nothing)) for index in range(len(generations))]

@@ -1,33 +1,30 @@
-"""Streams: their chunks, as server-sent events, and watching for clients that go away."""
+"""Streams: server-sent events on their way to the client, and watching for clients that go away."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.answers import Writer
+from server.api.chunks import COMMENT, Chunks, event
+from server.api.direct_body import DirectBody, direct_body
 from server.api.errors import ClientDisconnected, failure_body, internal_error
 from server.api.generations import Generations
-from server.api.request_id import request_id
-from server.api.schemas import StreamOptions
-from server.engine.request import TokenOutput
 from server.failure import RequestFailed
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_COMMENT = b": waiting\n\n"
-"""What every reader of server-sent events skips. It keeps proxies and clients from taking silence for an end."""
+_WRITE_NBYTES = 1 << 14
+"""What is spelled and written in one go, about: a client that is slow to read should not cost more memory."""
 
 WHOLE_OR_STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
@@ -73,108 +70,120 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def chunks_of(
-    first: tuple[int, TokenOutput] | None,
-    rest: AsyncGenerator[tuple[int, TokenOutput] | None],
-    generations: Generations,
-    n_open: int,
-    writer: Writer,
-    options: StreamOptions,
-    silence_s: float,
-) -> AsyncGenerator[dict[str, Any] | None]:
-    """The chunks for these outputs of ``n_open`` generations, and the usage chunk (without choices) where it was asked
-    for. None stands for a comment: where nothing came, and where what came had nothing to say for ``silence_s``.
-    """
-    spoke_at = time.monotonic()
-    async with aclosing(rest):
-        async for item in _all(first, rest):
-            chunks = []
-            if item is not None:
-                index, output = item
-                writer.usage.add(output)
-                chunks = [writer.chunk([choice]) for choice in writer.chunk_choices(index, output)]
-                if options.include_usage or options.continuous_usage_stats:
-                    for chunk in chunks:
-                        chunk["usage"] = writer.usage.as_dict() if options.continuous_usage_stats else None
-                n_open -= output.finish_reason is not None
-                if not n_open and not options.include_usage:
-                    chunks[-1]["pd"] = pd_object(generations.route_headers)
-            for chunk in chunks:
-                yield chunk
-            if not chunks:
-                if item is not None and time.monotonic() - spoke_at < silence_s:
-                    continue
-                yield None
-            spoke_at = time.monotonic()
-    if options.include_usage:
-        yield writer.chunk([]) | {"usage": writer.usage.as_dict(), "pd": pd_object(generations.route_headers)}
-
-
-async def _all(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    yield first
-    async for item in rest:
-        yield item
-
-
-def pd_object(headers: Mapping[str, str]) -> dict[str, str]:
-    """What the headers of an answer say, for its body: ``{"request_id", "prefill", "room", ...}``."""
-    return {"request_id": request_id()} | {
-        name.removeprefix("x-pd-").replace("-", "_"): value for name, value in headers.items()
-    }
-
-
 class EventStream(Response):
-    """A streamed answer: one server-sent event for every chunk (for None a comment), then ``[DONE]``.
-
-    The status line is out before the first chunk is made, so an error from ``chunks`` becomes an error event, and the
-    stream ends without ``[DONE]``. ``on_end`` is called however the stream ends; that the client has gone away is
-    noticed between chunks too.
-    """
+    """A streamed answer that is known already: ``events``, one after the other."""
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        chunks: AsyncGenerator[dict[str, Any] | None],
-        *,
-        headers: Mapping[str, str] | None = None,
-        on_end: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, events: Sequence[bytes] = (), *, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
-        self._chunks = chunks
-        self._on_end = on_end
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send_all(send))
+            await until_disconnect(receive, self._send_all(scope, send))
         except ClientDisconnected:
             logger.debug("%s: the client closed its connection, the generation is aborted", scope["path"])
-        finally:
-            if self._on_end is not None:
-                self._on_end()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._events()) as events:
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await self._send_events(scope, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self) -> AsyncGenerator[bytes]:
+    async def _send_events(self, scope: Scope, send: Send) -> None:
+        for each in self._events:
+            await _send(send, each)
+
+
+class LiveStream(EventStream):
+    """A streamed answer as it is generated: events for every output, then ``[DONE]``; comments where it is silent.
+
+    The status line is out before the first chunk is made, so that a failure becomes an error event, and the stream ends
+    without ``[DONE]``. However it ends, the generations are aborted then; that the client has gone away is noticed
+    between chunks too.
+    """
+
+    def __init__(
+        self, generations: Generations, chunks: Chunks, comment_s: float, *, headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(headers=headers)
+        self._generations, self._chunks, self._comment_s = generations, chunks, comment_s
+        self._spoke_at = time.monotonic() if generations.has_waiting else -math.inf
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with aclosing(self._chunks) as chunks:
-                async for chunk in chunks:
-                    yield _COMMENT if chunk is None else _event(chunk)
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generations.abort()
+
+    async def _send_events(self, scope: Scope, send: Send) -> None:
+        try:
+            if (body := direct_body(scope)) is not None:
+                await self._write_directly(body)
+            else:
+                await self._send_each(send)
         except RequestFailed as failure:
-            yield _event(failure_body(failure))
+            await _send(send, event(failure_body(failure)))
         except Exception as error:
             logger.exception("a stream failed")
-            yield _event(failure_body(internal_error(error)))
+            await _send(send, event(failure_body(internal_error(error))))
         else:
-            yield b"data: [DONE]\n\n"
+            for each in self._chunks.end():
+                await _send(send, each)
+
+    async def _write_directly(self, body: DirectBody) -> None:
+        """The outputs are written in the call that brings them; this task waits for the end, and comments on silence.
+
+        While the client is slow to read they wait where they are.
+        """
+        generations = self._generations
+
+        def write_waiting() -> None:
+            while not body.is_full and generations.has_waiting:
+                body.write(self._next_events())
+
+        with generations.read_by(write_waiting), body.on_room(generations.read):
+            while not generations.is_over:
+                await generations.wait(self._patience_s)
+                if not generations.is_over and self._is_comment_due() and not body.is_full:
+                    body.write([COMMENT])
+
+    async def _send_each(self, send: Send) -> None:
+        """The outputs go through ``send``, one after the other."""
+        generations = self._generations
+        while not generations.is_over:
+            await generations.wait(self._patience_s)
+            while generations.has_waiting:
+                for each in self._next_events():
+                    await _send(send, each)
+            if not generations.is_over and self._is_comment_due():
+                await _send(send, COMMENT)
+
+    def _next_events(self) -> list[bytes]:
+        """The events for what waits, up to some :data:`_WRITE_NBYTES`."""
+        events: list[bytes] = []
+        nbytes = 0
+        while nbytes < _WRITE_NBYTES and (item := self._generations.take()) is not None:
+            new = self._chunks.events(*item)
+            nbytes += sum(map(len, new))
+            events += new
+        if events:
+            self._spoke_at = time.monotonic()
+        return events
+
+    @property
+    def _patience_s(self) -> float:
+        """How long the stream may still be silent."""
+        return max(0.0, self._spoke_at + self._comment_s - time.monotonic())
+
+    def _is_comment_due(self) -> bool:
+        """Whether the stream was silent for too long. The time counts anew from then on."""
+        if self._patience_s > 0:
+            return False
+        self._spoke_at = time.monotonic()
+        return True
 
 
-def _event(data: dict[str, Any]) -> bytes:
-    """One event. ASCII only, since some clients split lines at U+2028 and the like."""
-    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+async def _send(send: Send, piece: bytes) -> None:
+    await send({"type": "http.response.body", "body": piece, "more_body": True})

@@ -35,6 +35,7 @@ class Arena:
         if poison:
             self.buffer[PROBE_NBYTES:].fill_(POISON_BYTE)
             self._fill(Placement(slot=0, pages=(0,)), 0)
+        self._host: memoryview | None = self.buffer.numpy().data if self.device.type == "cpu" else None
 
     @property
     def ptr(self) -> int:
@@ -61,10 +62,12 @@ class Arena:
 
     def read(self, runs: Iterable[Run]) -> bytes:
         """The bytes of ``runs``, joined in their order (copied to the CPU)."""
-        return b"".join(self.memory(run).tobytes() for run in runs)
+        return b"".join(self.memory(run) for run in runs)
 
     def memory(self, run: Run) -> memoryview:
         """The bytes of one run; on a CPU arena without a copy."""
+        if self._host is not None:
+            return self._host[run.offset : run.offset + run.nbytes]
         part: npt.NDArray[np.uint8] = self.buffer[run.offset : run.offset + run.nbytes].cpu().numpy()
         return part.data
 
@@ -72,6 +75,9 @@ class Arena:
         """Overwrites one run (the hand-off row, the probe region)."""
         if len(data) != run.nbytes:
             raise ValueError(f"{len(data)} bytes do not fill a run of {run.nbytes}")
+        if self._host is not None:
+            self._host[run.offset : run.offset + run.nbytes] = data
+            return
         source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self.buffer[run.offset : run.offset + run.nbytes].copy_(source)
 

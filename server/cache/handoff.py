@@ -24,12 +24,9 @@ _DTYPE_CODES = {"float32": 0, "bfloat16": 1}
 
 
 @dataclass(frozen=True)
-class Handoff:
-    """Contents of the row.
-
-    ``n`` prompt tokens with ``prompt_hash``, the token the prefill node chose for position n with its log probability
-    and the best alternatives, and ``streams`` ``[hc_mult, hidden]``: the target's hidden streams of position n - 1,
-    before the head collapse, which a draft layer's first step reads.
+class HandoffHead:
+    """The row without the streams: ``n`` prompt tokens with ``prompt_hash``, and the token the prefill node chose for
+    position n with its log probability and the best alternatives.
     """
 
     room: int
@@ -39,12 +36,25 @@ class Handoff:
     first_token: int
     first_logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Handoff(HandoffHead):
+    """The whole row. ``streams`` ``[hc_mult, hidden]`` are the target's hidden streams of position n - 1, before the
+    head collapse, which a draft layer's first step reads.
+    """
+
     streams: torch.Tensor
 
 
 def prompt_hash(ids: Sequence[int]) -> bytes:
     """xxh3_128 over the ids as little-endian int32: 16 bytes that name a prompt."""
-    return xxhash.xxh3_128(np.asarray(ids, dtype="<i4").tobytes()).digest()
+    return packed_prompt_hash(np.asarray(ids, dtype="<i4").tobytes())
+
+
+def packed_prompt_hash(ids: bytes) -> bytes:
+    """:func:`prompt_hash` of ids that are little-endian int32 already."""
+    return xxhash.xxh3_128(ids).digest()
 
 
 def handoff_spec(hc_mult: int, hidden: int, dtype: str) -> ComponentSpec:
@@ -68,9 +78,23 @@ def write_handoff(arena: Arena, placement: Placement, handoff: Handoff) -> None:
     arena.write(_row(arena, placement), data)
 
 
+def read_head(arena: Arena, placement: Placement) -> HandoffHead:
+    """Reads the row back, without the streams. Raises :class:`LayoutError` if it is of another version or no hand-off
+    row at all.
+    """
+    return _unpack_head(arena.read([_row(arena, placement)]), placement)[0]
+
+
 def read_handoff(arena: Arena, placement: Placement, hc_mult: int) -> Handoff:
-    """Reads the row back. Raises :class:`LayoutError` if it is of another version or no hand-off row at all."""
+    """Reads the row back. Raises what :func:`read_head` raises."""
     data = arena.read([_row(arena, placement)])
+    head, dtype = _unpack_head(data, placement)
+    streams = torch.frombuffer(bytearray(data[STREAMS_OFFSET:]), dtype=TORCH_DTYPES[dtype]).view(hc_mult, -1)
+    return Handoff(**vars(head), streams=streams)
+
+
+def _unpack_head(data: bytes, placement: Placement) -> tuple[HandoffHead, str]:
+    """The head of a row, and the name of its streams' element type."""
     version, code, room, epoch, n, digest, first_token, first_logprob = _HEAD.unpack_from(data)
     if version != HANDOFF_VERSION:
         raise LayoutError(f"hand-off row of slot {placement.slot} has version {version}, expected {HANDOFF_VERSION}")
@@ -79,8 +103,7 @@ def read_handoff(arena: Arena, placement: Placement, hc_mult: int) -> Handoff:
     if code not in names or n_top > MAX_TOP:
         raise LayoutError(f"hand-off row of slot {placement.slot} is damaged: dtype code {code}, {n_top} alternatives")
     top = tuple(_TOP.unpack_from(data, _HEAD_NBYTES + 4 + i * _TOP.size) for i in range(n_top))
-    streams = torch.frombuffer(bytearray(data[STREAMS_OFFSET:]), dtype=TORCH_DTYPES[names[code]]).view(hc_mult, -1)
-    return Handoff(room, epoch, n, digest, first_token, first_logprob, top, streams)
+    return HandoffHead(room, epoch, n, digest, first_token, first_logprob, top), names[code]
 
 
 def _row(arena: Arena, placement: Placement) -> Run:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from server.cache.layout import ArenaLayout, Placement
 from server.cache.live import live_positions
@@ -34,6 +35,14 @@ class WrongOwner(LayoutError):
     def failure(self) -> Failure:
         """What the room ends with."""
         return Failure("wrong_owner", str(self), self.component, "stamp")
+
+
+class LiveItem(NamedTuple):
+    """A slot or page that holds live rows of ``component``."""
+
+    component: str
+    scope: Scope
+    item: int
 
 
 class OwnerStamps:
@@ -62,17 +71,25 @@ class OwnerStamps:
 
         Raises :class:`WrongOwner` that names the first component of which one is not, and both owners.
         """
+        self.check_items(self.items_of(n, placement, names), owner)
+
+    def items_of(self, n: int, placement: Placement, names: Iterable[str]) -> list[LiveItem]:
+        """The slots and pages that hold a live row of ``names`` after ``n`` tokens."""
+        found = []
         for name, rows in live_positions(n, self._layout.window, names).items():
             component = self._layout.component(name)
             items = placement.items(component)
             if component.scope is Scope.PAGE:
                 items = items[: -(-rows.stop // component.rows)]
-            for item in items if len(rows) else ():
-                found = self.owner_of(component.scope, item)
-                if found != owner:
-                    raise WrongOwner(
-                        f"{name}: {component.scope} {item} belongs to {found or 'nobody'}, expected {owner}", name
-                    )
+            found += [LiveItem(name, component.scope, item) for item in items] if len(rows) else []
+        return found
+
+    def check_items(self, items: Iterable[LiveItem], owner: Owner) -> None:
+        """That all ``items`` are ``owner``'s. Raises what :meth:`check` raises."""
+        for name, scope, item in items:
+            found = self.owner_of(scope, item)
+            if found != owner:
+                raise WrongOwner(f"{name}: {scope} {item} belongs to {found or 'nobody'}, expected {owner}", name)
 
 
 def _items(placement: Placement) -> list[tuple[Scope, int]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from server.cache.layout import Placement
 from server.decode.prefill_link import PrefillLink
 from server.decode.room import DecodePhase, DecodeRoom
+from server.decode.verify import Expected
 from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest
 from server.failure import Failure
@@ -42,7 +43,7 @@ class DecodeRequest:
     more.
 
     A second attempt has the same ``generation``, ``avoids`` the prefill nodes of those before and says why they
-    ``failed_before``.
+    ``failed_before``. ``expected`` is what its room waits for.
 
     Times are seconds of the node's clock: the request came at ``submitted_at``, this attempt began to wait at
     ``enqueued_at``, got memory at ``opened_at``, and decoding began at ``decoding_at``. ``prefill_timings`` is where
@@ -61,6 +62,7 @@ class DecodeRequest:
     failed_before: Failure | None = None
     placement: Placement | None = None
     room: DecodeRoom | None = None
+    expected: Expected | None = None
     skipped: frozenset[Check] = frozenset()
     resumed: bool = False
     n_generated: int = 0

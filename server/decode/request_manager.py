@@ -23,7 +23,18 @@ from server.decode.room import Commit, FailClient, Free, RequestAction
 from server.decode.room_manager import DecodeRoomManager
 from server.decode.routed_rooms import announce, has_arrived, link_of, withdraw
 from server.decode.settings import DecodeSettings
-from server.engine.events import Cancel, ComputeFailed, Event, Finished, Generate, Output, Resume, Scrub, Scrubbed
+from server.engine.events import (
+    Cancel,
+    ComputeFailed,
+    Event,
+    Finished,
+    Generate,
+    Output,
+    Prepare,
+    Resume,
+    Scrub,
+    Scrubbed,
+)
 from server.engine.generation import NodeGeneration
 from server.engine.request import FinishReason, GenerationRequest, RouteInfo
 from server.failure import Failure, RequestFailed, internal_error
@@ -32,6 +43,9 @@ from server.transfer.checks import Check
 from server.transfer.rooms import GivenUp, RoomKey
 
 log = logging.getLogger(__name__)
+
+_RELEASING = (Finished, ComputeFailed, Scrubbed)
+"""Events after which the engine does not touch the request's memory again."""
 
 
 class RequestManager:
@@ -205,6 +219,8 @@ class RequestManager:
             try:
                 if link is not None:
                     self.rooms.open(req)
+                    if req.room is not None and req.room.active:
+                        self._submit_command(Prepare(req.key, req.request))
                 else:
                     self._allocator.commit(req.key)
                     self._submit_command(Generate(req.key, req.request, placement))
@@ -276,12 +292,12 @@ class RequestManager:
         if req.placement is None or req.link is None:
             raise RuntimeError(f"{req.key} was committed without memory or peer")
         self._allocator.commit(req.key)
-        nbytes = {sent.component: sent.nbytes for sent in commit.done.sent}
-        draft_state = self._settings.draft_state
-        req.generation.set_route(RouteInfo(req.link.address, req.key.room, nbytes, draft_state, req.n_retries))
         owner = None if Check.STAMP in req.skipped else req.key.owner
         self._submit_command(Resume(req.key, req.request, req.placement, commit.first, owner))
         req.resumed = True
+        nbytes = {sent.component: sent.nbytes for sent in commit.done.sent}
+        draft_state = self._settings.draft_state
+        req.generation.set_route(RouteInfo(req.link.address, req.key.room, nbytes, draft_state, req.n_retries))
         req.decoding_at, req.prefill_timings = self._clock(), commit.done.timings
 
     def _fail(self, req: DecodeRequest, failure: Failure) -> None:
@@ -347,7 +363,7 @@ class RequestManager:
             log.exception("%s failed on %s", req.key, type(event).__name__)
             req.generation.fail(RequestFailed(internal_error("decode", error)))
             self._submit_command(Cancel(req.key))
-        if isinstance(event, Finished | ComputeFailed | Scrubbed):
+        if isinstance(event, _RELEASING):
             self._release(req)
 
     def _to_client(self, req: DecodeRequest, event: Event) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 from server.decode.admission import wire_request
 from server.decode.dialer import MakeDialer
@@ -30,15 +31,17 @@ from server.decode.room import (
     FencePeer,
     Free,
     Opened,
+    Proof,
     RequestAction,
     Verified,
     Verify,
 )
 from server.decode.settings import DecodeSettings
-from server.decode.verify import Evidence, verify
+from server.decode.verify import Evidence, Expected, verify
 from server.failure import Failure, FailureKind, internal_error
 from server.node.context import NodeContext
 from server.threads import Threads
+from server.transfer.checks import Check
 from server.transfer.protocol import (
     Abort,
     Committed,
@@ -58,8 +61,10 @@ log = logging.getLogger(__name__)
 
 _REMEMBERED_COMMITS = 4096
 _UNKNOWN = "this decode node does not know the room"
+CHECKED_AT_ONCE_NBYTES = 1 << 20
+"""A state of up to this size is checked in the event loop, which takes less time than the way to a thread and back."""
 _VERIFIERS = 4
-"""Rooms whose bytes are checked at the same time."""
+"""Rooms with a larger state that are checked at the same time."""
 
 
 class DecodeRoomManager:
@@ -170,13 +175,15 @@ class DecodeRoomManager:
         if placement is None or registration is None:
             raise RuntimeError(f"{req.key} has no memory, or no prefill node that is registered")
         n_prompt_pages = -(-len(req.request.prompt_ids) // self._arena.layout.page_size)
-        deadlines = self._deadlines
+        deadlines, components = self._deadlines, self.peers.components
+        asked = wire_request(req.request, req.sampling)
+        req.expected = Expected.of(self._arena, placement, components, req.key, asked)
         reserve = Reserve(
             **room_ids(registration, req.key.room, req.key.epoch),
             slot=placement.slot,
             pages=placement.pages[:n_prompt_pages],
-            components=self.peers.components,
-            request=wire_request(req.request, req.sampling),
+            components=components,
+            request=asked,
             silence_s=min(deadlines.queued_s, deadlines.prefill_s, deadlines.transfer_s),
         )
         req.room = DecodeRoom(reserve, deadlines, self._clock())
@@ -216,14 +223,13 @@ class DecodeRoomManager:
             case Send():
                 if req.link is not None:
                     req.link.send(action.message)
-            case Verify():
-                task = asyncio.create_task(self._check(req, action.done))
-                self._checks.add(task)
-                task.add_done_callback(self._checks.discard)
+            case Verify() if req.expected is not None:
+                evidence, expected = Evidence(req.expected, action.done), req.expected
+                self._hooks.received(req.key, expected.n, expected.placement, partial(self._check, req, evidence))
             case Commit():
+                self._on_action(req, action)  # first of all: the engine can begin
                 done = action.done
                 self._metrics.transferred({sent.component: sent.nbytes for sent in done.sent}, done.pieces)
-                self._on_action(req, action)
             case FailClient() | Free():
                 self._on_action(req, action)
             case FencePeer():
@@ -231,17 +237,27 @@ class DecodeRoomManager:
                     req.link.lose(Failure("fenced", f"transport session fenced: {action.reason}"))
             case Forget():
                 self._forget(req.key, room, action)
+            case _:
+                raise RuntimeError(f"{req.key} asks for {action} without memory")
 
-    async def _check(self, req: DecodeRequest, done: Done) -> None:
+    def _check(self, req: DecodeRequest, evidence: Evidence, skipped: frozenset[Check]) -> None:
+        req.skipped = skipped
+        if evidence.expected.total_nbytes > CHECKED_AT_ONCE_NBYTES:
+            task = asyncio.create_task(self._check_in_thread(req, evidence))
+            self._checks.add(task)
+            task.add_done_callback(self._checks.discard)
+            return
+        self._checked(req, _proof(req, evidence))
+
+    async def _check_in_thread(self, req: DecodeRequest, evidence: Evidence) -> None:
         try:
-            if req.placement is None:
-                raise RuntimeError("the room has no memory")
-            evidence = Evidence(self._arena, req.placement, self.peers.components, req.key, req.request, done)
-            req.skipped = await self._hooks.received(req.key, evidence.n, evidence.placement)
-            proof = await self._verifiers.run(verify, evidence, req.skipped)
-        except Exception as error:
+            proof = await self._verifiers.run(_proof, req, evidence)
+        except Exception as error:  # there is no thread to be had
             log.exception("%s could not be checked", req.key)
-            proof = Failure("internal_error", f"what arrived could not be checked: {error!r}")
+            proof = _unchecked(error)
+        self._checked(req, proof)
+
+    def _checked(self, req: DecodeRequest, proof: Proof) -> None:
         if isinstance(proof, Failure):
             self._metrics.check_failed(proof)
         self.step(req, Verified(proof))
@@ -255,3 +271,15 @@ class DecodeRoomManager:
             self._committed[key] = None
             while len(self._committed) > _REMEMBERED_COMMITS:
                 self._committed.popitem(last=False)
+
+
+def _proof(req: DecodeRequest, evidence: Evidence) -> Proof:
+    try:
+        return verify(evidence, req.skipped)
+    except Exception as error:
+        log.exception("%s could not be checked", req.key)
+        return _unchecked(error)
+
+
+def _unchecked(error: Exception) -> Failure:
+    return Failure("internal_error", f"what arrived could not be checked: {error!r}")

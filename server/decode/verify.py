@@ -6,40 +6,84 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.cache.arena import Arena
-from server.cache.digest import live_digests
-from server.cache.handoff import Handoff, prompt_hash, read_handoff
+from server.cache.digest import StateDigests
+from server.cache.handoff import HandoffHead, packed_prompt_hash, read_head
 from server.cache.layout import Placement
-from server.cache.owners import WrongOwner
+from server.cache.live import live_positions
+from server.cache.owners import LiveItem, WrongOwner
 from server.cache.specs import HANDOFF, LayoutError
 from server.decode.room import Proof
-from server.engine.request import GenerationRequest, TokenLogprob
+from server.engine.request import TokenLogprob
 from server.failure import Failure
 from server.transfer.checks import Check
 from server.transfer.plan import check_coverage, check_nbytes
-from server.transfer.protocol import Done
+from server.transfer.protocol import Done, RoomRequest, RoutedRequest
 from server.transfer.rooms import RoomKey
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What a room is judged by: its memory, what was asked for, and what the prefill node says it sent."""
+class Expected:
+    """What a room is waiting for: the state of a prompt of ``n`` tokens with ``prompt_hash``.
+
+    By component, the rows ``live`` and their ``nbytes``; ``items`` are the slots and pages that they come to, and
+    ``digests`` knows where. Made when the room opens, so that little is left to do at its end.
+    """
 
     arena: Arena
     placement: Placement
-    components: tuple[str, ...]
     key: RoomKey
-    request: GenerationRequest
-    done: Done
+    n: int
+    prompt_hash: bytes
+    live: dict[str, range]
+    nbytes: dict[str, int]
+    items: list[LiveItem]
+    digests: StateDigests
 
     @property
-    def n(self) -> int:
-        return len(self.request.prompt_ids)
+    def total_nbytes(self) -> int:
+        return sum(self.nbytes.values())
+
+    @staticmethod
+    def of(
+        arena: Arena,
+        placement: Placement,
+        components: tuple[str, ...],
+        key: RoomKey,
+        asked: RoomRequest | RoutedRequest,
+    ) -> Expected:
+        """Raises :class:`LayoutError` for a placement that cannot hold the prompt."""
+        if isinstance(asked, RoutedRequest):
+            n, wanted = asked.n_tokens, asked.prompt_hash
+        else:
+            n, wanted = len(asked.prompt) // 4, packed_prompt_hash(asked.prompt)
+        layout = arena.layout
+        live = live_positions(n, layout.window, components)
+        return Expected(
+            arena,
+            placement,
+            key,
+            n,
+            wanted,
+            live,
+            nbytes={name: len(rows) * layout.component(name).row_nbytes for name, rows in live.items()},
+            items=arena.owners.items_of(n, placement, components),
+            digests=StateDigests(arena, n, placement, components),
+        )
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a room is judged by: what it waits for, its memory, and what the prefill node says it sent."""
+
+    expected: Expected
+    done: Done
 
 
 def check_stamp(found: Evidence) -> Failure | None:
     """Every slot and page that rows were received into is stamped with this room."""
     try:
-        found.arena.owners.check(found.n, found.placement, found.components, found.key.owner)
+        expected = found.expected
+        expected.arena.owners.check_items(expected.items, expected.key.owner)
     except WrongOwner as error:
         return error.failure
     return None
@@ -47,22 +91,23 @@ def check_stamp(found: Evidence) -> Failure | None:
 
 def check_claims(found: Evidence) -> Failure | None:
     """``Done`` is for this many tokens, and claims exactly the live rows of every component."""
-    if found.done.n != found.n:
-        return _mismatch(Check.COVERAGE, "", f"Done is for {found.done.n} tokens, the prompt has {found.n}")
-    gap = check_coverage(found.done.sent, found.arena.layout, found.n, found.components)
+    done, expected = found.done, found.expected
+    if done.n != expected.n:
+        return _mismatch(Check.COVERAGE, "", f"Done is for {done.n} tokens, the prompt has {expected.n}")
+    gap = check_coverage(done.sent, expected.live)
     return _mismatch(Check.COVERAGE, gap.component, gap.reason) if gap is not None else None
 
 
 def check_bytes(found: Evidence) -> Failure | None:
     """``Done`` claims this node's own byte counts."""
-    gap = check_nbytes(found.done.sent, found.arena.layout, found.n)
+    gap = check_nbytes(found.done.sent, found.expected.nbytes)
     return _mismatch(Check.BYTES, gap.component, gap.reason) if gap is not None else None
 
 
 def check_digests(found: Evidence) -> Failure | None:
     """The live bytes of every component in this memory have the digests that the prefill node took of its own."""
     theirs = {sent.component: sent.digest for sent in found.done.sent}
-    for name, ours in live_digests(found.arena, found.n, found.placement, found.components).items():
+    for name, ours in found.expected.digests.finish().items():
         if name not in theirs:
             return _mismatch(Check.DIGEST, name, "the prefill node has sent no digest")
         if theirs[name] != ours:
@@ -74,10 +119,10 @@ def check_digests(found: Evidence) -> Failure | None:
 def check_handoff(found: Evidence) -> Failure | None:
     """The hand-off row in this memory is of this room, epoch, prompt length and prompt."""
     try:
-        row = read_handoff(found.arena, found.placement, hc_mult=1)
+        row = read_head(found.expected.arena, found.expected.placement)
     except LayoutError as error:
         return _mismatch(Check.HANDOFF, HANDOFF, str(error))
-    difference = _difference(row, found.key, found.request)
+    difference = _difference(row, found.expected)
     return _mismatch(Check.HANDOFF, HANDOFF, difference) if difference is not None else None
 
 
@@ -92,23 +137,24 @@ CHECKS: dict[Check, Callable[[Evidence], Failure | None]] = {
 
 
 def verify(found: Evidence, skipped: frozenset[Check] = frozenset()) -> Proof:
-    """Makes every check that is not ``skipped``; the first failure ends it. Runs in a worker thread.
+    """Makes every check that is not ``skipped``; the first failure ends it.
 
     Raises :class:`LayoutError` if the check of the hand-off row was skipped and the row cannot be read.
     """
     for check, failure_of in CHECKS.items():
         if check not in skipped and (failure := failure_of(found)) is not None:
             return failure
-    row = read_handoff(found.arena, found.placement, hc_mult=1)
+    row = read_head(found.expected.arena, found.expected.placement)
     return TokenLogprob(row.first_token, row.first_logprob, row.top)
 
 
-def _difference(row: Handoff, key: RoomKey, request: GenerationRequest) -> str | None:
+def _difference(row: HandoffHead, expected: Expected) -> str | None:
+    key = expected.key
     if (row.room, row.epoch) != (key.room, key.epoch):
         return f"it is of room {row.room} epoch {row.epoch}, expected {key}"
-    if row.n != len(request.prompt_ids):
-        return f"it is of {row.n} prompt tokens, expected {len(request.prompt_ids)}"
-    if row.prompt_hash != prompt_hash(request.prompt_ids):
+    if row.n != expected.n:
+        return f"it is of {row.n} prompt tokens, expected {expected.n}"
+    if row.prompt_hash != expected.prompt_hash:
         return "it is of another prompt: the prompt hash differs"
     return None
 

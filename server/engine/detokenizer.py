@@ -33,10 +33,12 @@ class Detokenizer:
 
     ``n_chars`` counts the characters given out. ``offset`` is where the text of the last token begins among all that
     were or will be given out; for a part of a character, where that character is. It is certain up to ``n_chars``.
+    Nobody may look at it where ``with_offsets`` is false.
     """
 
-    def __init__(self, tokenizer: TokenizerLike, context_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: TokenizerLike, context_ids: Sequence[int] = (), *, with_offsets: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._with_offsets = with_offsets
         self._window = self._context_of(context_ids)
         self._text = self._decode(self._window)
         self._settled_tokens = len(self._window)  # all text of this many tokens at the window's start is given out
@@ -53,7 +55,8 @@ class Detokenizer:
         text = self._text = self._decode(self._window)
         if self._context is not None:
             self._find_context(self._context)
-        self._find_offset(token_id, before)
+        if self._with_offsets:
+            self._find_offset(token_id, before)
         n_open = len(text) - len(text.rstrip(REPLACEMENT))
         if n_open and len(self._window) - self._settled_tokens > _STALLED_TOKENS:
             return self._feed_stalled()

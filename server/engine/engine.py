@@ -7,11 +7,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator
 from itertools import accumulate, islice
 from typing import TypeVar
 
+import msgspec
 import torch
 
 from server.cache.live import LIVE_RULES
@@ -29,12 +29,13 @@ from server.engine.events import (
     Output,
     Prefill,
     PrefillFinished,
+    Prepare,
     Resume,
     Scrub,
     Scrubbed,
     Stop,
 )
-from server.engine.request import FinishReason, TokenizerLike, TokenLogprob
+from server.engine.request import FinishReason, GenerationRequest, TokenizerLike, TokenLogprob
 from server.engine.runner import ModelRunner
 from server.engine.sampler import NonFiniteLogits, RowSampling, sample
 from server.engine.scheduler import Chunk, Scheduler, Sequence
@@ -79,6 +80,8 @@ class Engine(threading.Thread):
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue() if commands is None else commands
         self._scheduler = Scheduler(chunk_tokens)
         self._spec_tokens, self._cold_draft, self._sample_kernel = spec_tokens, cold_draft, sample_kernel
+        self._prepared: dict[Hashable, OutputProcessor] = {}
+        """Of requests that are to be resumed here."""
         self._stopping = False
         if spec_tokens:
             self._check_drafting(spec_tokens)
@@ -132,20 +135,30 @@ class Engine(threading.Thread):
             case Cancel(key):
                 if (sequence := self._scheduler.remove(key)) is not None:
                     self._finish(sequence, FinishReason.ABORT)
+            case Prepare(key, request):
+                with contextlib.suppress(Exception):  # what is wrong with it shows when it begins
+                    self._prepared[key] = self._processor(request)
             case Scrub(key, placement):
+                self._prepared.pop(key, None)
                 self._runner.scrub(placement)
                 self._on_event(Scrubbed(key))
             case Stop():
                 self._stopping = True
 
     def _begin(self, command: Begin) -> None:
-        sequence = Sequence(
-            command, OutputProcessor(self._tokenizer, command.request.sampling, command.request.prompt_ids)
+        prepared = (
+            self._prepared.pop(command.key) if command.key in self._prepared else self._processor(command.request)
         )
+        sequence = Sequence(command, prepared)
         if isinstance(command, Resume):
             self._resume(sequence, command)
-        else:
-            self._scheduler.add(sequence)
+            return
+        if isinstance(command, Prefill):
+            sequence.digests = self._runner.state_digests(sequence.n_prompt, sequence.placement)
+        self._scheduler.add(sequence)
+
+    def _processor(self, request: GenerationRequest) -> OutputProcessor:
+        return OutputProcessor(self._tokenizer, request.sampling, request.prompt_ids)
 
     def _resume(self, sequence: Sequence, command: Resume) -> None:
         """Decodes on from a prompt that another node computed; its first token may already be the last."""
@@ -207,8 +220,10 @@ class Engine(threading.Thread):
                 sequence.prefill_s += elapsed
                 if sequence.is_computed:
                     done.append(i)
-                elif isinstance(sequence.command, Prefill):
+                elif sequence.digests is not None:
                     self._on_event(ChunkComputed(sequence.key, sequence.n_computed))
+                    with self._failing(sequence):
+                        sequence.digests.take_pages(sequence.n_computed)
             ends = list(accumulate(chunk.n_tokens for chunk in batch))
             complete = [batch[i].sequence for i in done]
             chosen = self._choose(complete, [1] * len(done), output.logits[done])
@@ -256,7 +271,11 @@ class Engine(threading.Thread):
         self._check_owner(command)
         started = time.perf_counter()
         prompt, placement = sequence.request.prompt_ids, sequence.placement
-        digests = self._runner.hand_over(command.room, command.epoch, prompt, placement, first, streams)
+        if sequence.digests is None:
+            raise RuntimeError(f"{sequence.key} has no digests")
+        digests = self._runner.hand_over(
+            command.room, command.epoch, prompt, placement, first, streams, sequence.digests
+        )
         digest_s = time.perf_counter() - started
         self._on_event(PrefillFinished(sequence.key, first, digests, sequence.prefill_s, digest_s))
 
@@ -302,7 +321,8 @@ class Engine(threading.Thread):
         output = sequence.processor.feed(ids, choices)
         if output is not None:
             if n_proposed:
-                output = replace(output, n_proposed=n_proposed, n_accepted=len(output.token_ids) - 1)
+                n_accepted = len(output.token_ids) - 1
+                output = msgspec.structs.replace(output, n_proposed=n_proposed, n_accepted=n_accepted)
             self._on_event(Output(sequence.key, output))
             if output.finish_reason is not None:
                 self._finish(sequence, output.finish_reason)

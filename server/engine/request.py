@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 if TYPE_CHECKING:
     from server.engine.tokenizer_process import TokenizerProcess
+    from server.failure import RequestFailed
 
 DEFAULT_MAX_TOKENS = 2048
 """Tokens to generate where neither the request nor the checkpoint says it, unless an option does."""
@@ -87,8 +90,7 @@ class TokenLogprob:
     text_offset: int = 0
 
 
-@dataclass(frozen=True)
-class TokenOutput:
+class TokenOutput(msgspec.Struct, frozen=True):
     """What one engine step adds to one request. ``finish_reason`` is set on the last output only.
 
     ``text`` is the part of the answer that is now certain (never half a character, never part of a stop string).
@@ -125,12 +127,17 @@ class RouteInfo:
 
 
 class Generation(Protocol):
-    """A running generation. Iterate it for outputs; ``abort`` may be called at any time and more than once."""
+    """A running generation. It ends with an output that has a finish reason, or with a failure. All of it happens in
+    the event loop; ``abort`` may be called at any time and more than once.
+    """
 
-    def __aiter__(self) -> AsyncIterator[TokenOutput]: ...
+    @property
+    def known_route(self) -> RouteInfo | None:
+        """Who served the prompt; None until it is computed and committed here."""
+        ...
 
-    async def route(self) -> RouteInfo:
-        """Waits until the prompt is computed and committed here. Raises :class:`.RequestFailed`."""
+    def listen(self, on_item: Callable[[TokenOutput | RequestFailed], object]) -> None:
+        """From now on ``on_item`` gets every output, and a failure that ends them; first what has come already."""
         ...
 
     def abort(self) -> None: ...

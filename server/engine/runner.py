@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from server.cache.arena import Arena
-from server.cache.digest import live_digests
+from server.cache.digest import StateDigests
 from server.cache.handoff import Handoff, prompt_hash, read_handoff, write_handoff
 from server.cache.layout import Placement
 from server.cache.owners import Owner
@@ -46,6 +46,10 @@ class ModelRunner:
         """The draft's window rows of a prompt, as :meth:`draft` takes them, without predicting anything."""
         self._bound.draft_rows(segments, streams)
 
+    def state_digests(self, n: int, placement: Placement) -> StateDigests:
+        """The digests of a prompt of ``n`` tokens, none of which is taken yet."""
+        return StateDigests(self.arena, n, placement)
+
     def synchronize(self) -> None:
         """Waits until everything computed so far is in memory: nothing may be sent before that."""
         if self.arena.device.type == "cuda":
@@ -59,8 +63,10 @@ class ModelRunner:
         placement: Placement,
         first: TokenLogprob,
         streams: torch.Tensor,
+        digests: StateDigests,
     ) -> dict[str, int]:
-        """Writes the hand-off row and returns the digest of every component's live bytes.
+        """Writes the hand-off row and returns the digest of every component's live bytes: ``digests``, of which pages
+        may be taken already.
 
         ``streams`` ``[N, D]`` are those of position n - 1.
         """
@@ -68,7 +74,7 @@ class ModelRunner:
         row = Handoff(room, epoch, n, prompt_hash(prompt_ids), first.token_id, first.logprob, first.top, streams)
         write_handoff(self.arena, placement, row)
         self.synchronize()
-        return live_digests(self.arena, n, placement)
+        return digests.finish()
 
     def check_owner(self, owner: Owner, n: int, placement: Placement) -> None:
         """That every live row after ``n`` tokens lies in ``owner``'s memory. Raises :class:`WrongOwner`."""

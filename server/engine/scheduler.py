@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from server.cache.digest import StateDigests
 from server.engine.events import Begin
 from server.engine.speculation import ChainStart, DraftState
 from server.engine.stopping import OutputProcessor
@@ -27,6 +28,8 @@ class Sequence:
         self.n_computed = 0
         self.prefill_s = 0.0
         self.draft: DraftState | None = None
+        self.digests: StateDigests | None = None
+        """On a prefill node, of the pages that are complete."""
 
     @property
     def is_computed(self) -> bool:

@@ -31,7 +31,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: TokenizerLike, sampling: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
         self._sampling = sampling
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, with_offsets=sampling.logprobs is not None)
         self._stops = StopStrings(sampling.stop)
         self._eos_ids = frozenset() if sampling.ignore_eos else tokenizer.eos_token_ids
         self._end_ids = self._eos_ids | frozenset(sampling.stop_token_ids)
@@ -72,7 +72,7 @@ class OutputProcessor:
         return TokenOutput(
             token_ids=tuple(token_ids[:taken]),
             text=text,
-            logprobs=self._placed(),
+            logprobs=self._placed() if wanted else (),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             completes_prompt=bool(text) and self._n_chars == len(text) and self._detokenizer.completes_context,

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import logging
-import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from server.engine.chat_template import ChatTemplate
 from server.engine.request import DEFAULT_MAX_TOKENS, SamplingParams
 from server.engine.tokenizer_bound import chars_per_token
+from server.engine.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from server.engine.tokenizer_process import TokenizerProcess, utf8_of
-from server.failure import Failure, RequestFailed
-
-logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -35,17 +30,6 @@ TOKENIZER_FILES = (
 _WITHOUT_GIL_SIZE = 4096
 """From this many characters or ids on, other threads run meanwhile. For less, taking the GIL back costs too much."""
 
-_RENDER_ARGUMENTS = frozenset(
-    {
-        *("self", "messages", "conversations", "return_assistant_tokens_mask"),
-        *("raise_exception", "strftime_now", "tojson"),
-    }
-)
-"""Names that ``apply_chat_template`` passes on itself, or gives every template."""
-_MAX_REASON_CHARS = 500
-
-_NO_ROLE = "zq-no-role-of-any-template"
-
 
 class Tokenizer:
     """The model directory's own tokenizer.
@@ -58,26 +42,25 @@ class Tokenizer:
 
     def __init__(
         self,
-        hf_tokenizer: PreTrainedTokenizerFast,
+        files: TokenizerFiles,
         *,
         fingerprint: str,
         eos_token_ids: frozenset[int],
         sampling_defaults: SamplingParams,
     ) -> None:
-        self._hf = hf_tokenizer
-        self._backend = hf_tokenizer.backend_tokenizer
-        self._specials: frozenset[int] = frozenset(hf_tokenizer.all_special_ids)
-        self._clean_up = bool(hf_tokenizer.clean_up_tokenization_spaces)
-        self.vocab_size: int = len(hf_tokenizer)
+        self._backend = files.backend
+        self._specials = files.special_ids
+        self._clean_up = files.clean_up
+        self._chat = ChatTemplate(files.chat_template, files.special_tokens)
+        self.vocab_size: int = files.backend.get_vocab_size()
         self.eos_token_ids = eos_token_ids
         self.fingerprint = fingerprint
         self.sampling_defaults = sampling_defaults
-        hf_tokenizer.encode("")  # settles the backend's truncation and padding now, so that later calls only read it
         self._settings = self._backend.to_str()
         settings = json.loads(self._settings)
         self.chars_per_token = chars_per_token(settings)
         self._byte_level = _decodes_bytes(settings)
-        self._bos: int | None = hf_tokenizer.bos_token_id
+        self._bos = files.id_of("bos_token")
         self._adds_bos = self._bos is not None and self._backend.encode("").ids[:1] == [self._bos]
 
     @classmethod
@@ -88,16 +71,12 @@ class Tokenizer:
         :raises FileNotFoundError: the directory has no ``tokenizer.json``.
         """
         model_dir = Path(model_dir)
-        if not (model_dir / "tokenizer.json").is_file():
-            raise FileNotFoundError(f"{model_dir} has no tokenizer.json: a model directory must carry its tokenizer.")
-        hf = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
-        if not isinstance(hf, PreTrainedTokenizerFast):
-            raise TypeError(f"{model_dir} has a {type(hf).__name__}, which is not backed by its tokenizer.json.")
+        files = read_tokenizer_files(model_dir)
         generation_config = _read_json(model_dir / "generation_config.json")
         return cls(
-            hf,
+            files,
             fingerprint=tokenizer_fingerprint(model_dir),
-            eos_token_ids=_eos_token_ids(generation_config.get("eos_token_id"), hf.eos_token_id),
+            eos_token_ids=_eos_token_ids(generation_config.get("eos_token_id"), files.id_of("eos_token")),
             sampling_defaults=sampling_defaults(generation_config, default_max_tokens),
         )
 
@@ -136,13 +115,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``. Special tokens have no text; bytes that are no UTF-8 become U+FFFD."""
-        if self._clean_up:
-            return str(self._hf.decode(list(ids), skip_special_tokens=True))
         if len(ids) < _WITHOUT_GIL_SIZE:
             text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         else:
             text = self._backend.decode_batch([list(ids)], skip_special_tokens=True)[0]
-        return text
+        return text if self._clean_up is None else self._clean_up(text)
 
     def token_text(self, token_id: int) -> str:
         """Text of one token on its own, special tokens by their name (``</s>``), for log probability reports."""
@@ -158,67 +135,22 @@ class Tokenizer:
                 return bytes(table[char] for char in token)
         return self.token_text(token_id).encode()
 
-    @cached_property
-    def _template_text(self) -> str:
-        """The source of the chat template, of all of them if there are several."""
-        template = self._hf.chat_template
-        return template if isinstance(template, str) else " ".join((template or {}).values())
-
     def template_reads(self, name: str) -> bool:
-        """Whether the chat template names the variable or message field ``name``, or takes messages as a whole.
-
-        A template that does not cannot say anything else because of it.
-        """
-        return re.search(rf"\b({re.escape(name)}|tojson|items|values)\b", self._template_text) is not None
+        """See :meth:`.ChatTemplate.reads`."""
+        return self._chat.reads(name)
 
     def template_knows_role(self, role: str) -> bool:
-        """Whether the chat template marks messages of this role: it names the role, or writes the name of any role.
-
-        One that does neither would paste such a message like one of the user, who needs no mark.
-        """
-        if role == "user":
-            return True
-        return any(quote + role + quote in self._template_text for quote in "'\"") or self._template_minds_roles
-
-    @cached_property
-    def _template_minds_roles(self) -> bool:
-        """Whether the chat template writes, or refuses itself, a role that it cannot know."""
-        messages = [{"role": "user", "content": "a"}, {"role": _NO_ROLE, "content": "b"}]
-        try:
-            return _NO_ROLE in str(self._hf.apply_chat_template(messages, tokenize=False))
-        except Exception:  # noqa: BLE001  (a template may raise anything; it will again, and the client gets the error)
-            return True
+        """See :meth:`.ChatTemplate.knows_role`."""
+        return self._chat.knows_role(role)
 
     def render_chat(
         self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool = True
     ) -> str:
         """The text of a conversation, by the model directory's chat template, which sees ``variables``.
 
-        :raises RequestFailed: 400 ``no_chat_template``, ``invalid_chat_template_kwargs`` (a name that is not the
-            template's but an argument of the call) or ``chat_template_error`` (the template cannot take the messages).
+        :raises RequestFailed: as :meth:`.ChatTemplate.render`.
         """
-        if not self._hf.chat_template:
-            reason = (
-                "This model has no chat template: use /v1/completions, or give its directory a chat_template.jinja."
-            )
-            raise RequestFailed(Failure("no_chat_template", reason))
-        reserved = sorted((_template_call_arguments() | self._hf.special_tokens_map.keys()) & variables.keys())
-        if reserved:
-            raise RequestFailed(
-                Failure("invalid_chat_template_kwargs", f"chat_template_kwargs may not set {', '.join(reserved)}.")
-            )
-        try:
-            return str(
-                self._hf.apply_chat_template(
-                    messages, add_generation_prompt=add_generation_prompt, tokenize=False, **variables
-                )
-            )
-        except Exception as error:  # whatever a template does with these values, they are the client's
-            logger.debug("the chat template failed: %r", error)
-            reason = str(error)[:_MAX_REASON_CHARS]
-            raise RequestFailed(
-                Failure("chat_template_error", f"The chat template refused these messages: {reason}")
-            ) from error
+        return self._chat.render(messages, variables, add_generation_prompt=add_generation_prompt)
 
 
 def sampling_defaults(
@@ -267,13 +199,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
-
-
-@lru_cache(maxsize=1)
-def _template_call_arguments() -> frozenset[str]:
-    parameters = inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters.values()
-    named = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
-    return frozenset(named | _RENDER_ARGUMENTS)
 
 
 def _decodes_bytes(settings: dict[str, Any]) -> bool:

@@ -60,6 +60,8 @@ class Hooks:
     def memory_free(self, key: Hashable) -> None:
         """The room's memory on the prefill node is given back."""
 
-    async def received(self, key: Hashable, n: int, placement: Placement) -> frozenset[Check]:
-        """The state of a room of ``n`` tokens is in ``placement`` on the decode node: which checks are not made."""
-        return frozenset()
+    def received(self, key: Hashable, n: int, placement: Placement, check: Callable[[frozenset[Check]], None]) -> None:
+        """The state of a room of ``n`` tokens is in ``placement`` on the decode node: ``check``, now or later, makes
+        every check but those that it is given.
+        """
+        check(frozenset())

@@ -43,6 +43,7 @@ class Faults(Hooks):
         self._pool = PoolFaults(arena)
         self._writes = WriteFaults()
         self._rooms: dict[Hashable, _Room] = {}
+        self._received: set[asyncio.Task[None]] = set()
 
     def describe(self) -> list[str]:
         return self._faults.describe()
@@ -108,11 +109,22 @@ class Faults(Hooks):
         self._writes.disarm(key)
         self._pool.memory_free(key)
 
-    async def received(self, key: Hashable, n: int, placement: Placement) -> frozenset[Check]:
+    def received(self, key: Hashable, n: int, placement: Placement, check: Callable[[frozenset[Check]], None]) -> None:
+        """The checks come after the damage, which may wait for another room."""
+        task = asyncio.create_task(self._damage_received(key, n, placement, check))
+        self._received.add(task)
+        task.add_done_callback(self._received.discard)
+
+    async def _damage_received(
+        self, key: Hashable, n: int, placement: Placement, check: Callable[[frozenset[Check]], None]
+    ) -> None:
         faults = self._faults.of_room(str(key))
-        for damage in await self._rows.make([f for f in faults if f.place is Place.MEMORY], n, placement):
-            damage.apply(self._arena)
-        return skipped_checks(faults)
+        try:
+            for damage in await self._rows.make([f for f in faults if f.place is Place.MEMORY], n, placement):
+                damage.apply(self._arena)
+        except Exception:
+            log.exception("FAULT INJECTION: %s could not be damaged", key)
+        check(skipped_checks(faults))
 
 
 def _components(faults: Iterable[Fault], *kinds: FaultKind) -> frozenset[str]:

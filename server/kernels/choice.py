@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from server.kernels import abi
-from server.kernels.library import KernelsUnavailable, Library, load
+from server.kernels.errors import KernelsUnavailable
+from server.kernels.library import Library, load
 from server.kernels.model import PackedModel
 from server.kernels.sampling import SampleKernel
 from server.model.interface import LoadedModel

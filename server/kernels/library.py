@@ -16,6 +16,7 @@ from pathlib import Path
 import torch  # noqa: F401 - see above: it must be there first
 
 from server.kernels.build import BUILT, Isa, Target, built_before, isas_of_machine, library_path
+from server.kernels.errors import KernelsUnavailable
 
 CHOICE_VARIABLE = "DSV4_KERNELS_BUILD"
 """Forces one build by its name (``avx2``, ``avx512-sanitized``): for tests."""
@@ -28,10 +29,6 @@ NEEDED_FLAGS: dict[Isa, set[str]] = {
     Isa.GENERIC: set(),
 }
 """The flags in :data:`CPU_INFO` that the compiler was allowed to use (x86-64-v4 and x86-64-v3)."""
-
-
-class KernelsUnavailable(RuntimeError):
-    """There are no kernels that this process can use; the text says why, and what to do."""
 
 
 @dataclass(frozen=True)

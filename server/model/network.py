@@ -28,7 +28,8 @@ class DeepseekV4(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, row_tile: int, *, draft: bool = False) -> None:
         super().__init__()
         self.config, self.dtype, self.row_tile = config, dtype, row_tile
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        # nn.Embedding() draws its weights, and on the meta device torch imports its compiler for that: over a second
+        self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
         self.layers = nn.ModuleList(
             [Block(config, i, ratio, row_tile, dtype) for i, ratio in enumerate(config.compress_ratios)]
         )

@@ -1,15 +1,14 @@
-"""From options to what a node runs on: checks first, then the model with its pools, tokenizer, engine and transport.
+"""From options that are checked to what a node runs on: the model with its pools, tokenizer, engine and transport.
 
-How a node then runs is in :mod:`server.node.run`.
+How a node then runs is in :mod:`server.node.serve`.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,107 +31,15 @@ from server.model.config import CheckpointError
 from server.model.interface import LoadedModel
 from server.model.loader import load_model, model_fingerprint
 from server.model.state import state_components
+from server.node.checks import transport_factory
 from server.node.context import NodeContext, NodeSettings
 from server.node.options import NodeOptions
-from server.transfer.addresses import is_ipv6, split_address
-from server.transfer.auth import AuthError, Guard, read_secret
+from server.transfer.auth import Guard
 from server.transfer.deadlines import parse_deadlines
-from server.transfer.engines.base import TransferEngine, TransportMisconfigured
-from server.transfer.engines.exposure import warn_of_data_plane
-from server.transfer.engines.mooncake import MooncakeEngine
-from server.transfer.manifest import ModelIdentity, TransportIdentity
+from server.transfer.manifest import ModelIdentity
 from server.transfer.metrics import NodeMetrics
 
 log = logging.getLogger(__name__)
-
-MIN_API_KEY_CHARS = 8
-_WILDCARDS = ("0.0.0.0", "::", "")
-
-
-# --- checks, in their order -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Keys:
-    """Who may use the node: ``api_key`` is what clients need, if any; ``guard`` is the rule for peers."""
-
-    api_key: str | None = None
-    guard: Guard = field(default_factory=Guard)
-
-
-def check_options(options: NodeOptions, peers: Sequence[str] | None) -> Keys:
-    """Before a port is taken: the keys, and the addresses of a node with ``peers`` (None: there will never be any).
-
-    Raises :class:`AuthError` or :class:`TransportMisconfigured`.
-    """
-    keys = read_keys(options)
-    if peers is not None:
-        check_transfer_host(options)
-        check_families(options, peers)
-        keys.guard.check_peers(peers)
-    return keys
-
-
-def check_model_and_transport(options: NodeOptions, *, with_peers: bool) -> TransportIdentity | None:
-    """Before anything is loaded: the directory, and what the transport says of itself where there are peers.
-
-    Raises :class:`CheckpointError` or :class:`TransferError`.
-    """
-    if with_peers:
-        warn_of_data_plane()
-    check_model(options.model)
-    return TransportIdentity.of_new(_transport_factory(options)) if with_peers else None
-
-
-def read_keys(options: NodeOptions) -> Keys:
-    """The keys of the options and of their files. Raises :class:`AuthError` for what protects nothing."""
-    api_key = options.api_key
-    if options.api_key_file is not None:
-        api_key = read_secret(options.api_key_file, min_chars=MIN_API_KEY_CHARS)
-    if api_key is not None and len(api_key) < MIN_API_KEY_CHARS:
-        raise AuthError(f"--api-key has {len(api_key)} characters, at least {MIN_API_KEY_CHARS} are needed")
-    return Keys(api_key, Guard.from_options(options.auth_key_file, insecure=options.insecure))
-
-
-def check_transfer_host(options: NodeOptions) -> None:
-    """Refuses a wildcard address, at which no peer can find the node, and a host that does not exist.
-
-    Raises :class:`TransportMisconfigured`.
-    """
-    host = options.transfer_host
-    if host in _WILDCARDS:
-        raise TransportMisconfigured(f"no peer can write to {host}: give --transfer-host the address of this node")
-    try:
-        socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError) as error:
-        option = "--host" if host == options.host else "--transfer-host"
-        raise TransportMisconfigured(f"{option} {host}: no such host ({error})") from error
-
-
-def check_families(options: NodeOptions, peers: Sequence[str]) -> None:
-    """Mooncake speaks IPv4 or IPv6, not both: a pair's addresses must be of one kind. Names stand for IPv4 addresses.
-
-    Raises :class:`TransportMisconfigured`.
-    """
-    for peer in peers:
-        if is_ipv6(split_address(peer)[0]) != is_ipv6(options.transfer_host):
-            raise TransportMisconfigured(
-                f"prefill {peer} and this node's own {options.transfer_host} (--host or --transfer-host) are an IPv4 "
-                "and an IPv6 address: Mooncake speaks one of the two, so give both nodes addresses of the same kind"
-            )
-
-
-def check_model(model: Path) -> None:
-    """Refuses, before anything else is read, a ``--model`` that is no directory. Raises :class:`CheckpointError`."""
-    if not model.exists():
-        raise CheckpointError(
-            f"--model {model}: there is no such directory (a checkpoint is read from this machine, not from a hub)"
-        )
-    if not model.is_dir():
-        raise CheckpointError(f"--model {model} is a file: give the directory of a checkpoint")
-
-
-# --- what is loaded -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -203,7 +110,7 @@ def build_resources(
     metrics.show_kernels(kernels.identity, kernels.reason)
     context = NodeContext(
         submit_command=commands.put,
-        make_transport=_transport_factory(options),
+        make_transport=transport_factory(options),
         arena=arena,
         allocator=allocator,
         identity=ModelIdentity(
@@ -271,9 +178,3 @@ def _make_arena(geometry: CacheGeometry, options: NodeOptions) -> Arena:
             f"{options.pages} pages and {options.slots} slots need {layout.nbytes / 2**30:.1f} GiB: give fewer "
             f"--pages or --slots ({error})"
         ) from error
-
-
-def _transport_factory(options: NodeOptions) -> Callable[[], TransferEngine]:
-    """Builds Mooncake endpoints that peers reach at this node's transfer host."""
-    kind = "tcp" if options.transport == "tcp" else "auto"
-    return lambda: MooncakeEngine(options.transfer_host, transport=kind)  # type: ignore[arg-type]

@@ -33,8 +33,6 @@ _BLOCK_NBYTES = 64 << 10
 
 LIBRARY_LEVELS = {"httpx": logging.WARNING, "transformers": logging.WARNING, "uvicorn.error": logging.WARNING}
 """Libraries that log at ``info`` what only their developers need."""
-HARMLESS = ("Token indices sequence length is longer than the specified maximum sequence length",)
-"""Warnings of libraries about what this server checks itself: lowered to ``debug``."""
 
 
 class LogWriter:
@@ -132,10 +130,6 @@ class QueueingHandler(logging.Handler):
         self.setFormatter(logging.Formatter(FORMAT))
 
     def emit(self, record: logging.LogRecord) -> None:
-        if any(record.msg.startswith(words) for words in HARMLESS if isinstance(record.msg, str)):
-            if not logging.getLogger().isEnabledFor(logging.DEBUG):
-                return
-            record.levelno, record.levelname = logging.DEBUG, "DEBUG"
         try:
             line = self.format(record)
         except Exception as error:  # noqa: BLE001  (a broken log call must harm nobody, and must be seen)

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
-from server.model.loader import has_draft
-from server.node.build import build_resources, check_model_and_transport, check_options
-from server.node.cli import option, parse
-from server.node.options import NodeOptions, http_port, port_number
+from server.node.checks import check_model_and_transport, check_options
+from server.node.cli import parse
 from server.node.ports import take_ports
-from server.node.run import run, serve
-from server.prefill.node import PrefillNode, PrefillSettings
+from server.node.run import run
+from server.prefill.options import PrefillOptions
 
 PROG = "launch_prefill"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillOptions(NodeOptions):
-    """The options of a prefill node."""
-
-    port: int = http_port(30000)
-    bootstrap_port: int = option(
-        "prefill", "port where decode nodes register and reserve (ZMQ; 0: any free one)", default=8998, type=port_number
-    )
-    draft: str | None = option(
-        "draft",
-        "compute the NextN draft's window state for decode nodes that speculate (default: on where there is one)",
-        choices=("on", "off"),
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,14 +25,6 @@ async def _start(options: PrefillOptions) -> int:
     http, bootstrap = take_ports(options.host, options.port, options.bootstrap_port)
     with http, bootstrap:
         transport = check_model_and_transport(options, with_peers=True)
-        draft = has_draft(options.model) if options.draft is None else options.draft == "on"
-        resources = build_resources("prefill", options, keys.guard, draft=draft)
-        settings = PrefillSettings(
-            **vars(resources.settings),
-            bootstrap_host=options.host,
-            bootstrap_port=bootstrap.getsockname()[1],
-            bootstrap_listener=bootstrap,
-            transport=transport,
-        )
-        node = PrefillNode(settings, resources.context)
-        return await serve(node, resources.engine(node.on_engine_event), options, http, api_key=keys.api_key)
+        from server.prefill.start import load_and_serve  # imports torch
+
+        return await load_and_serve(options, keys, http, bootstrap, transport)

@@ -18,6 +18,9 @@ from server.transfer.plan import CopyPlan, Push, Rows, Side
 from server.transfer.protocol import Reserve, RoomRequest, RoutedRequest, unpack_tokens
 from server.transfer.rooms import RoomKey
 
+PAGES_PLANNED_AHEAD = 2
+"""More full pages than these are not planned for the last batch before it is its time: they will have gone by then."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -25,6 +28,14 @@ class Batch:
 
     job: SendJob | None
     event: Pushed
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What a batch will write, and the rows that it will be said to have written."""
+
+    pieces: tuple[Piece, ...]
+    rows: tuple[Rows, ...]
 
 
 class Outgoing:
@@ -48,6 +59,7 @@ class Outgoing:
         self._holds_pages = sending.holds_pages
         self._pages_sent = 0
         self._n_batches = 0
+        self._tail: _Planned | None = None
 
     def push_pages(self, n_computed: int, deadline_s: float) -> Batch | None:
         """The pages that ``n_computed`` positions fill and that were not sent yet; None if there are none.
@@ -58,18 +70,35 @@ class Outgoing:
         if last <= first or self._holds_pages:
             return None
         self._pages_sent = last
+        self._tail = None
         push = self._plan.full_pages(first, last)
-        return self._batch(push, self._claims.full_pages(first, last), deadline_s, last=False)
+        claimed = push if self._claims is self._plan else self._claims.full_pages(first, last)
+        return self._batch(self._planned(push, claimed), deadline_s, last=False)
 
     def push_tail(self, deadline_s: float) -> Batch:
         """Everything that was not sent yet."""
-        return self._batch(
-            self._plan.tail(self._pages_sent), self._claims.tail(self._pages_sent), deadline_s, last=True
-        )
+        return self._batch(self._plan_tail(), deadline_s, last=True)
 
-    def _batch(self, push: Push, claimed: Push, deadline_s: float, *, last: bool) -> Batch:
-        pieces = tuple(Piece(c.component, self._base + c.src, self._peer_base + c.dst, c.nbytes) for c in push.copies)
-        rows = tuple(self._counted(each) for each in claimed.rows)
+    def plan_ahead(self) -> None:
+        """Plans the last batch while the prompt is still computed, if few pages may yet go before it."""
+        if self._n // self._page_size - self._pages_sent <= PAGES_PLANNED_AHEAD:
+            self._plan_tail()
+
+    def _plan_tail(self) -> _Planned:
+        if self._tail is None:
+            push = self._plan.tail(self._pages_sent)
+            claimed = push if self._claims is self._plan else self._claims.tail(self._pages_sent)
+            self._tail = self._planned(push, claimed)
+        return self._tail
+
+    def _planned(self, push: Push, claimed: Push) -> _Planned:
+        base, peer_base = self._base, self._peer_base
+        pieces = tuple(Piece(c.component, base + c.src, peer_base + c.dst, c.nbytes) for c in push.copies)
+        return _Planned(pieces, claimed.rows)
+
+    def _batch(self, planned: _Planned, deadline_s: float, *, last: bool) -> Batch:
+        pieces = planned.pieces
+        rows = tuple(self._counted(each) for each in planned.rows) if self._miscounted else planned.rows
         if not pieces:
             return Batch(None, Pushed(None, rows, 0, last))
         self._n_batches += 1

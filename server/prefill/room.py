@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from server.failure import Failure
 from server.transfer.plan import Rows
@@ -272,7 +272,8 @@ class PrefillRoom:
             return self._settle(now)
         self._computed, self._n_computed = computed, self.n_tokens
         self._enter(PrefillPhase.TRANSFER, now)
-        return [PushTail(), self._progress(now)]
+        self._reported = now - self._progress_s  # due at the next tick: most transfers are over by then
+        return [PushTail()]
 
     def _on_engine_idle(self, event: EngineIdle, now: float) -> list[PrefillAction]:
         self._engine_busy = False
@@ -286,8 +287,10 @@ class PrefillRoom:
         self._n_pieces += pushed.n_pieces
         self._tail_pushed = self._tail_pushed or pushed.last
         for rows in pushed.rows:
-            before = self._sent.get(rows.component, Rows(rows.component, rows.start, rows.start, 0))
-            self._sent[rows.component] = replace(before, stop=rows.stop, nbytes=before.nbytes + rows.nbytes)
+            before = self._sent.get(rows.component)
+            if before is not None:
+                rows = Rows(rows.component, before.start, rows.stop, before.nbytes + rows.nbytes)
+            self._sent[rows.component] = rows
         return self._finish_transfer(now)
 
     def _on_batch_ended(self, ended: BatchEnded, now: float) -> list[PrefillAction]:

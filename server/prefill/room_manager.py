@@ -317,9 +317,18 @@ class PrefillRoomManager:
             self._memory.give_back(req)
             self.step(req, GivenUp(failure))
             return
+        self._submit_command(command)  # first of all: the engine can begin
         self.step(req, Admitted())
-        self._submit_command(command)
         self._queue_moved()
+        self._plan_ahead(req)
+
+    def _plan_ahead(self, req: PrefillRequest) -> None:
+        try:
+            if req.outgoing is not None:
+                req.outgoing.plan_ahead()
+        except Exception as error:
+            log.exception("the last batch of %s could not be planned", req.key)
+            self._fail(req, PushTail(), error)
 
     def _queue_moved(self) -> None:
         for req in list(self.queue):
@@ -354,6 +363,7 @@ class PrefillRoomManager:
                 req.peer.send(action.message)
             case PushPages() if req.outgoing is not None:
                 self._push(req, req.outgoing.push_pages(action.n_computed, self._transfer_deadline()))
+                self._plan_ahead(req)
             case PushTail() if req.outgoing is not None:
                 push = partial(self._push_tail, req, req.outgoing)
                 self._hooks.before_tail(req.key, push, lambda: req.room.phase is PrefillPhase.TRANSFER)

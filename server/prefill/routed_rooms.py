@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from server.cache.handoff import prompt_hash
 from server.engine.generation import NodeGeneration
 from server.engine.request import FinishReason, GenerationRequest, RouteInfo, TokenizerLike, TokenLogprob, TokenOutput
@@ -357,4 +359,4 @@ def _first_output(tokenizer: TokenizerLike, request: GenerationRequest, first: T
     """The whole answer of a prefill node: the first token, as if it had been asked for one."""
     processor = OutputProcessor(tokenizer, replace(request.sampling, max_tokens=1), request.prompt_ids)
     output = processor.feed((first.token_id,), (first,)) or TokenOutput((first.token_id,), "")
-    return replace(output, finish_reason=FinishReason.LENGTH, stop_reason=None)
+    return msgspec.structs.replace(output, finish_reason=FinishReason.LENGTH, stop_reason=None)

@@ -7,7 +7,7 @@ both sides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from server.cache.layout import ArenaLayout, Placement
@@ -58,7 +58,9 @@ class Side:
 class CopyPlan:
     """How one request's live state gets from ``source`` to ``target`` after a prompt of ``n`` tokens.
 
-    ``components`` are the names to copy. Raises :class:`LayoutError` for a placement that cannot hold them.
+    ``components`` are the names to copy. What lies in slots is planned at once, pages when they are asked for.
+
+    Raises :class:`LayoutError` for a placement that cannot hold them.
     """
 
     def __init__(self, source: Side, target: Side, n: int, components: Sequence[str]) -> None:
@@ -68,43 +70,36 @@ class CopyPlan:
         self._live = live_positions(n, source.layout.window, components)
         for side in (source, target):
             check_holds(side, n, components)
+        self._page_names = [c.name for c in source.layout.page_components if c.name in self._live]
+        """The page components of the plan, in their order inside a page block."""
+        slots = {name: rows for name, rows in self._live.items() if name not in self._page_names}
+        self._slots = self._push(slots.items(), slots)
 
     def full_pages(self, first: int, last: int) -> Push:
         """The pages ``first .. last - 1`` of the request, each completely filled by the prompt: whole page blocks."""
         page_size = self._source.layout.page_size
         if not 0 <= first <= last <= self._n // page_size:
             raise LayoutError(f"pages {first} .. {last} of a prompt of {self._n} tokens are not full pages")
-        names = self._page_names()
-        spans = {name: self._entries_of_pages(name, first, last) for name in names}
-        by_page = (self._segment_of_page(name, page) for page in range(first, last) for name in names)
-        return self._push(by_page, spans)
+        return self._pages(first, last)
 
     def tail(self, pages_sent: int) -> Push:
         """Everything after the first ``pages_sent`` pages: other pages, the part-filled one, rings, hand-off row."""
-        page_names = self._page_names()
-        spans = {
-            name: self._entries_of_pages(name, pages_sent, len(self._source.placement.pages))
-            if name in page_names
-            else rows
-            for name, rows in self._live.items()
-        }
-        n_pages = -(-self._n // self._source.layout.page_size)
-        segments = [self._segment_of_page(name, page) for page in range(pages_sent, n_pages) for name in page_names]
-        segments += [(name, span) for name, span in spans.items() if name not in page_names]
-        return self._push(segments, spans)
+        pages = self._pages(pages_sent, -(-self._n // self._source.layout.page_size))
+        return Push(pages.copies + self._slots.copies, pages.rows + self._slots.rows)
 
-    def _page_names(self) -> list[str]:
-        """The page components of the plan, in their order inside a page block."""
-        return [c.name for c in self._source.layout.page_components if c.name in self._live]
+    def _pages(self, first: int, last: int) -> Push:
+        names = self._page_names
+        spans = {name: self._entries_of_pages(name, first, last) for name in names}
+        by_page = (
+            (name, self._entries_of_pages(name, page, page + 1)) for page in range(first, last) for name in names
+        )
+        return self._push(by_page, spans)
 
     def _entries_of_pages(self, name: str, first: int, last: int) -> range:
         """Live entries of a page component on pages ``first .. last - 1``."""
         per_page, live = self._source.layout.component(name).rows, self._live[name]
         start = min(first * per_page, live.stop)
         return range(start, max(start, min(last * per_page, live.stop)))
-
-    def _segment_of_page(self, name: str, page: int) -> tuple[str, range]:
-        return name, self._entries_of_pages(name, page, page + 1)
 
     def _push(self, segments: Iterable[tuple[str, range]], spans: dict[str, range]) -> Push:
         copies = _merge(copy for name, rows in segments for copy in self._copies(name, rows))
@@ -165,19 +160,17 @@ class CoverageError:
     reason: str
 
 
-def check_coverage(
-    sent: Sequence[Sent], layout: ArenaLayout, n: int, components: Sequence[str]
-) -> CoverageError | None:
-    """Whether a ``Done`` covers every live row of all ``components`` exactly once.
+def check_coverage(sent: Sequence[Sent], live: Mapping[str, range]) -> CoverageError | None:
+    """Whether a ``Done`` covers every live row of all components exactly once.
 
-    The receiver's own ``layout`` and live ranges decide, never the sender's numbers.
+    The receiver's own ``live`` ranges decide, never the sender's numbers.
     """
     claims: dict[str, Sent] = {}
     for claim in sent:
         if claim.component in claims:
             return CoverageError(claim.component, "is claimed twice")
         claims[claim.component] = claim
-    for name, rows in live_positions(n, layout.window, components).items():
+    for name, rows in live.items():
         found = claims.pop(name, None)
         if found is None:
             return CoverageError(name, "is not in Done")
@@ -190,9 +183,8 @@ def check_coverage(
     return None
 
 
-def check_nbytes(sent: Sequence[Sent], layout: ArenaLayout, n: int) -> CoverageError | None:
+def check_nbytes(sent: Sequence[Sent], nbytes: Mapping[str, int]) -> CoverageError | None:
     """Whether every claim of a ``Done`` has the byte count of its component's live rows here."""
-    nbytes = layout.live_nbytes(n)
     for claim in sent:
         if claim.component in nbytes and claim.nbytes != nbytes[claim.component]:
             return CoverageError(claim.component, f"{claim.nbytes} bytes were sent, {nbytes[claim.component]} are live")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,14 +30,16 @@ class Script:
     answer: str = ANSWER
     answer_ids: list[int] | None = None
     """Instead of ``answer``."""
-    refuse: RequestFailed | None = None
+    refuse: Exception | None = None
     refuse_from: int = 0
     """Index of the first submitted request that is refused."""
-    route_error: Exception | None = None
+    route_error: RequestFailed | None = None
     n_retries: int = 0
     fail_after: int | None = None
     """Number of tokens after which the generation raises ``failure``."""
-    failure: Exception = field(default_factory=lambda: RequestFailed(Failure("engine_error", "the room failed", "swa")))
+    failure: RequestFailed = field(
+        default_factory=lambda: RequestFailed(Failure("engine_error", "the room failed", "swa"))
+    )
     hang_after: int | None = None
     waiting: set[int] = field(default_factory=set)
     """Generations, in the order of their submission, whose prompts are not computed as long as they are in here."""
@@ -46,10 +48,12 @@ class Script:
     step_s: float = 0.0
     tokens_a_step: int = 1
     end: str = "eos"
-    """``eos``; or ``abort`` / ``silent``: the server gives up with or without saying so."""
+    """``eos``; or ``abort``: the server gives up."""
 
 
 class FakeGeneration:
+    """Plays its script in a task, from the moment on that somebody listens."""
+
     def __init__(
         self, request: GenerationRequest, script: Script, tokenizer: Tokenizer, room: int | None, number: int
     ) -> None:
@@ -58,10 +62,29 @@ class FakeGeneration:
         self.script = script
         self.tokenizer = tokenizer
         self.room = room
+        self.known_route: RouteInfo | None = None
         self.aborted = False
         self.ended = False
+        self._playing: asyncio.Task[None] | None = None
 
-    async def route(self) -> RouteInfo:
+    def listen(self, on_item: Callable[[TokenOutput | RequestFailed], object]) -> None:
+        self._playing = asyncio.create_task(self._play(on_item))
+
+    def abort(self) -> None:
+        self.aborted = True
+        if self._playing is not None:
+            self._playing.cancel()
+
+    async def _play(self, on_item: Callable[[TokenOutput | RequestFailed], object]) -> None:
+        try:
+            self.known_route = await self._route()
+            async for output in self._outputs():
+                self.ended = output.finish_reason not in (None, FinishReason.ABORT)
+                on_item(output)
+        except RequestFailed as failure:
+            on_item(failure)
+
+    async def _route(self) -> RouteInfo:
         await asyncio.sleep(0)
         while self.number in self.script.waiting:  # noqa: ASYNC110 - tests let them go from another thread
             await asyncio.sleep(0.005)
@@ -71,10 +94,7 @@ class FakeGeneration:
             raise self.script.route_error
         return RouteInfo("local" if self.room is None else "10.0.0.1:8998", self.room, n_retries=self.script.n_retries)
 
-    def abort(self) -> None:
-        self.aborted = True
-
-    async def __aiter__(self) -> AsyncIterator[TokenOutput]:
+    async def _outputs(self) -> AsyncIterator[TokenOutput]:
         processor = OutputProcessor(self.tokenizer, self.request.sampling, self.request.prompt_ids)
         ids = self.script.answer_ids
         ids = [*(self.tokenizer.encode(self.script.answer)[1:] if ids is None else ids), 1]
@@ -85,16 +105,13 @@ class FakeGeneration:
             if self.script.fail_after is not None and n_done >= self.script.fail_after:
                 raise self.script.failure
             step = ids[n_done : n_done + self.script.tokens_a_step]
-            if step[-1] == 1 and self.script.end == "silent":
-                return
             if step[-1] == 1 and self.script.end == "abort":
                 yield TokenOutput((), "", finish_reason=FinishReason.ABORT)
                 return
             output = processor.feed(step, [self._logprob(i) for i in step])
             assert output is not None
-            self.ended = output.finish_reason is not None
             yield output
-            if self.ended:
+            if output.finish_reason is not None:
                 return
 
     def _logprob(self, token_id: int) -> TokenLogprob:

@@ -58,9 +58,8 @@ def test_in_a_stream_even_if_no_token_comes(server_url: str, backend: FakeBacken
 
 async def test_reader_that_stops_early_leaves_nothing_running(backend: FakeBackend) -> None:
     generations = Generations(backend, [GenerationRequest(str(i), (5, 6)) for i in range(3)])
-    outputs = generations.outputs()
-    await anext(outputs)
-    await outputs.aclose()
+    assert await generations.wait()
+    assert generations.take() is not None
     generations.abort()
     generations.abort()
     assert all(generation.aborted for generation in backend.generations)

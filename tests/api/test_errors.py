@@ -8,10 +8,25 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from server.api.answers import Usage
+from server.engine.request import TokenOutput
 from server.engine.tokenizer import Tokenizer
 from server.failure import Failure, RequestFailed
 from tests.api.fakes import FakeBackend
-from tests.api.harness import CHAT, COMPLETIONS, HELLO, MINIMAL, chat, client_of, complete, error_of, events, post
+from tests.api.harness import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    MINIMAL,
+    chat,
+    client_of,
+    complete,
+    error_of,
+    events,
+    events_of,
+    post,
+    until,
+)
 from tests.support.byte_bpe import write_tokenizer_dir
 
 WRONG_FIELDS = [
@@ -242,23 +257,46 @@ async def test_failure_of_a_whole_answer_is_its_status(client: httpx.AsyncClient
     assert backend.all_over()
 
 
-@pytest.mark.parametrize(("end", "code"), [("abort", "aborted"), ("silent", "incomplete")])
-async def test_an_unfinished_answer_is_never_a_success(
-    client: httpx.AsyncClient, backend: FakeBackend, end: str, code: str
+async def test_an_answer_that_the_server_gives_up_is_never_a_success(
+    client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
-    backend.script.end = end
+    backend.script.end = "abort"
     answer = await complete(client)
     assert answer.status_code >= 500
-    assert answer.json()["error"]["code"] == code
-    assert (await events(client, prompt="x"))[-1]["error"]["code"] == code
+    assert answer.json()["error"]["code"] == "aborted"
+    assert (await events(client, prompt="x"))[-1]["error"]["code"] == "aborted"
 
 
-async def test_bug_is_a_500_in_the_same_shape(client: httpx.AsyncClient, backend: FakeBackend) -> None:
-    backend.script.fail_after = 1
-    backend.script.failure = ZeroDivisionError("secret")
+async def test_bug_is_a_500_in_the_same_shape(
+    client: httpx.AsyncClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(Usage, "add", broken)
     assert "secret" not in error_of(await complete(client), 500)["message"]
     assert (await events(client, prompt="x"))[-1]["error"]["code"] == "internal_error"
     assert backend.all_over()
+
+
+def test_a_bug_ends_a_stream_that_is_under_way(
+    server_url: str, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a real socket, where outputs are written in the call that brings them."""
+    add, left = Usage.add, [3]
+
+    def broken_later(usage: Usage, output: TokenOutput) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise ZeroDivisionError("secret")
+        add(usage, output)
+
+    monkeypatch.setattr(Usage, "add", broken_later)
+    chunks = events_of(httpx.post(f"{server_url}{COMPLETIONS}", json={"prompt": "x", "stream": True}))
+    assert len(chunks) <= 3
+    assert all("choices" in chunk for chunk in chunks[:-1])
+    assert chunks[-1]["error"]["code"] == "internal_error"
+    until(backend.all_over)
 
 
 def test_no_route_documents_a_422(app: FastAPI) -> None:

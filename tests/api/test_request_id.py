@@ -76,7 +76,7 @@ async def test_every_error_has_it_in_header_and_body(
 
 
 async def test_a_fault_of_this_server_has_it_too(client: httpx.AsyncClient, backend: FakeBackend) -> None:
-    backend.script.route_error = ValueError("a bug")
+    backend.script.refuse = ValueError("a bug")
     answer = await client.post(COMPLETIONS, json=PROMPT, headers={"x-request-id": "trace-17"})
     assert answer.status_code == 500
     assert answer.headers["x-request-id"] == answer.json()["error"]["request_id"] == "trace-17"

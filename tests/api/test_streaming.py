@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from server.api.direct_body import DirectBody
 from server.api.http_limits import HttpLimits
 from server.api.streaming import StreamTimes
 from server.failure import Failure, RequestFailed
@@ -223,3 +224,26 @@ def test_a_client_that_does_not_read_its_stream_ends_it(
         until(lambda: backend.generations)
         until(backend.all_over)
         assert backend.generations[0].aborted, "and not because it was read to its end"
+
+
+def test_what_a_client_is_slow_to_read_waits_in_few_bytes(
+    server_url: str, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of the answer is not even spelled before there is room; then it comes whole and in its order."""
+    backend.max_context, backend.script.answer = 10**6, "Tom has 42 " * 9_000
+    held: list[int] = []
+    write = DirectBody.write
+
+    def noted(body: DirectBody, pieces: Sequence[bytes]) -> None:
+        write(body, pieces)
+        held.append(body._transport.get_write_buffer_size())  # noqa: SLF001
+
+    monkeypatch.setattr(DirectBody, "write", noted)
+    with RawConnection(server_url, receive_nbytes=4096) as connection:
+        connection.send(post_json(COMPLETIONS, {"prompt": "x", "stream": True, "max_tokens": 900_000}))
+        until(lambda: backend.generations and backend.generations[0].ended)
+        answer = connection.answer()
+    chunks = [line.removeprefix("data: ") for line in answer.content.decode().split("\n\n") if line]
+    assert chunks[-1] == "[DONE]"
+    assert texts([json.loads(chunk) for chunk in chunks[:-1]]) == {0: backend.script.answer}
+    assert 0 < max(held) < 100_000, "the transport's limit, and the write that reached it"

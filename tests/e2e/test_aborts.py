@@ -179,6 +179,7 @@ async def test_an_abort_in_every_phase_frees_both_nodes(
     transport = SlowTransport if phase == "transfer" else MooncakeEngine
     if phase == "verify":
         monkeypatch.setattr(room_manager, "verify", slow_verify)
+        monkeypatch.setattr(room_manager, "CHECKED_AT_ONCE_NBYTES", 0)
     p_side = Side(chunk_tokens=16, slots=1 if phase == "queued" else 4)
     async with (
         running_pair(model, tokenizer, p_side, Side(slots=4, permute_seed=2), transport=transport) as pair,

@@ -11,6 +11,7 @@ import pytest
 from server.cache.layout import Placement
 from server.cache.live import LIVE_RULES
 from server.cache.specs import HANDOFF, Scope
+from server.engine.events import Command, Resume
 from server.engine.request import GenerationRequest
 from server.engine.tokenizer import Tokenizer
 from server.model.batch import Segment
@@ -79,8 +80,13 @@ async def test_sixteen_at_once_equal_one_by_one(model: LoadedModel, tokenizer: T
 
 async def committed_image(pair: Pair, request: GenerationRequest) -> tuple[bytes, bytes]:
     """D's whole arena before the request and just before decoding began."""
-    before, images = bytes(pair.d.arena.buffer.numpy()), []
-    pair.d.before_command = lambda command: images.append(bytes(pair.d.arena.buffer.numpy()))
+    before, images = bytes(pair.d.arena.buffer.numpy()), list[bytes]()
+
+    def look(command: Command) -> None:
+        if isinstance(command, Resume):
+            images.append(bytes(pair.d.arena.buffer.numpy()))
+
+    pair.d.before_command = look
     await pair.answer(request)
     return before, images[0]
 

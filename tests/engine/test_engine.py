@@ -23,6 +23,7 @@ from server.engine.events import (
     Output,
     Prefill,
     PrefillFinished,
+    Prepare,
     Resume,
     Scrub,
     Scrubbed,
@@ -75,6 +76,42 @@ def test_a_handed_over_prompt_resumes_like_a_local_one(harness: Harness) -> None
     assert done.digests == live_digests(harness.arena, 150, where)
     harness.engine.submit(Resume("room", r, where, done.first))
     assert tokens_of(harness.until(Finished, "room"), "room") == local
+
+
+def test_a_pages_digest_is_taken_as_soon_as_it_is_complete(harness: Harness) -> None:
+    """Three pages, and a byte of the first changes while the last is computed: the digest is that of before."""
+    n, where = 700, Placement(2, (5, 4, 3))
+    c = harness.arena.layout.component("c4_index")
+    harness.engine.submit(Prefill("quiet", request(n), Placement(1, (1, 2, 6)), 1, 1))
+    quiet = harness.until(PrefillFinished, "quiet")[-1]
+    assert isinstance(quiet, PrefillFinished)
+    harness.engine.submit(Prefill("room", request(n), where, 1, 1))
+    while (event := harness.until(ChunkComputed, "room")[-1]) and getattr(event, "n_computed", 0) < 640:
+        pass
+    harness.arena.buffer[c.offset + where.pages[0] * c.item_stride] ^= 1
+    done = harness.until(PrefillFinished, "room")[-1]
+    assert isinstance(done, PrefillFinished)
+    assert done.digests["c4_index"] == quiet.digests["c4_index"]
+    assert live_digests(harness.arena, n, where)["c4_index"] != quiet.digests["c4_index"]
+
+
+def test_what_was_prepared_is_used_once(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume makes no output processor if one is ready; after a scrub none is."""
+    made: list[object] = []
+
+    def make(*args: Any) -> OutputProcessor:
+        made.append(args)
+        return OutputProcessor(*args)
+
+    monkeypatch.setattr("server.engine.engine.OutputProcessor", make)
+    r, where = request(20, max_tokens=1), Placement(1, (1,))
+    for is_scrubbed, n_made in ((False, 1), (True, 3)):
+        harness.engine.submit(Prepare("x", r))
+        if is_scrubbed:
+            harness.engine.submit(Scrub("x", where))
+        harness.engine.submit(Resume("x", r, where, TokenLogprob(42, 0.0)))
+        harness.until(Finished, "x")
+        assert len(made) == n_made
 
 
 @pytest.mark.parametrize(("sampling", "reason"), [({"max_tokens": 1}, "length"), ({"stop_token_ids": (42,)}, "stop")])

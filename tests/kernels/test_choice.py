@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from server.kernels.choice import choose_kernels
-from server.kernels.library import CHOICE_VARIABLE, KernelsUnavailable
+from server.kernels.errors import KernelsUnavailable
+from server.kernels.library import CHOICE_VARIABLE
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import pytest
 
 from server.kernels import library as loading
 from server.kernels.build import BUILT, Isa, Target, isas_of_machine, library_path
-from server.kernels.library import CHOICE_VARIABLE, KernelsUnavailable, cpu_flags, load
+from server.kernels.errors import KernelsUnavailable
+from server.kernels.library import CHOICE_VARIABLE, cpu_flags, load
 from tests.support.kernel_functions import functions
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from server.node.build import build_resources, check_families
+from server.node.build import build_resources
+from server.node.checks import check_families
 from server.node.cli import parse
 from server.node.options import NodeOptions, peer_address
 from server.transfer.deadlines import DeadlineError

@@ -8,10 +8,10 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from server.decode.launch import DecodeOptions
+from server.decode.options import DecodeOptions
 from server.node.cli import add_options
 from server.node.options import BUNDLED_MODEL, NodeOptions
-from server.prefill.launch import PrefillOptions
+from server.prefill.options import PrefillOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "options.md"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from server.decode import launch as decode_launch
+from server.decode import start as decode_start
 from server.node.options import BUNDLED_MODEL
 from server.node.ports import PortError, take_port
 from server.prefill import launch as prefill_launch
@@ -111,7 +114,7 @@ def test_an_error_that_nobody_foresaw_is_one_sentence_too(
     def broken(*_: object, **__: object) -> None:
         raise KeyError("two\nlines")
 
-    monkeypatch.setattr(decode_launch, "build_resources", broken)
+    monkeypatch.setattr(decode_start, "build_resources", broken)
     line = said(capsys, D, "--local-prefill", *FREE)
     assert line == r"launch_decode: could not start: KeyError: 'two\nlines' (--log-level debug shows where)"
 
@@ -128,6 +131,29 @@ def test_memory_that_there_is_not_names_the_options(capsys: pytest.CaptureFixtur
     line = said(capsys, D, "--local-prefill", *FREE, "--pages", "1000000000000")
     assert "1000000000000 pages and 32 slots need" in line
     assert "fewer --pages or --slots" in line
+
+
+def modules_after(code: str) -> set[str]:
+    """The modules that a new interpreter has after ``code``."""
+    code += "\nimport sys\nprint(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_is_refused_at_once_needs_no_heavy_import(role: str) -> None:
+    assert not modules_after(f"import server.{role}.launch") & {"torch", "fastapi", "pydantic", "transformers"}
+
+
+def test_a_start_imports_neither_transformers_nor_the_compiler_of_torch() -> None:
+    """Each of them would take a second of every start."""
+    code = """
+import server.decode.start, server.prefill.start
+from server.engine.tokenizer import Tokenizer
+from server.model.loader import load_model
+from server.node.options import BUNDLED_MODEL
+Tokenizer.load(BUNDLED_MODEL), load_model(BUNDLED_MODEL, draft=True)
+"""
+    assert not modules_after(code) & {"torch._dynamo", "transformers", "sympy"}
 
 
 def test_no_command_line_takes_an_abbreviation() -> None:

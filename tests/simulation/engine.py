@@ -22,6 +22,7 @@ from server.engine.events import (
     Output,
     Prefill,
     PrefillFinished,
+    Prepare,
     Resume,
     Scrub,
     Scrubbed,
@@ -54,6 +55,7 @@ class SimulatedEngine:
         self.on_event: Callable[[Event], None] = lambda event: None
         self._world, self._process, self._memory = world, process, memory
         self._running: set[Hashable] = set()
+        self._prepared: set[Hashable] = set()
 
     def submit(self, command: Command) -> None:
         rng, weather = self._world.rng, self._world.weather
@@ -62,13 +64,17 @@ class SimulatedEngine:
                 self._running.add(command.key)
                 if not self._world.hits(weather.engine_hangs):
                     self._later(rng.uniform(0.01, 2.0), lambda: self._compute(command, 1))
+            case Prepare():
+                self._prepared.add(command.key)
             case Resume():
+                self._prepared.discard(command.key)
                 self._running.add(command.key)
                 self._check_resumed(command)
                 self._later(rng.uniform(0.05, 1.5), lambda: self._decode(command, 0))
             case Cancel():
                 self._later(rng.uniform(0, 1.0), lambda: self._cancel(command.key))
             case Scrub():
+                self._prepared.discard(command.key)
                 self._later(rng.uniform(0, 0.5), lambda: self._scrub(command))
             case _:
                 raise TypeError(f"the simulated engine does not know {command}")

@@ -10,7 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
+from server.decode import room_manager
 from server.engine.request import FinishReason, GenerationRequest, RoutedRoom, SamplingParams
 from server.failure import RequestFailed
 from server.transfer.protocol import Registration, Reserve, RoutedRequest
@@ -94,6 +96,8 @@ class World:
         n_decode: int = 1,
     ) -> None:
         self.rng = random.Random(seed)
+        self._checked_at_once_nbytes = 1 << 20 if seed % 3 == 0 else 0
+        """What arrived is checked in the event loop in some worlds, in threads in the others."""
         self.weather = weather
         self.deadlines = DEADLINES
         self.calm = False
@@ -160,7 +164,8 @@ class World:
         log = logging.getLogger("server")
         log.addHandler(errors)
         try:
-            self.loop.run_until_complete(self._live(troubled_s, longest_s))
+            with patch.object(room_manager, "CHECKED_AT_ONCE_NBYTES", self._checked_at_once_nbytes):
+                self.loop.run_until_complete(self._live(troubled_s, longest_s))
         finally:
             log.removeHandler(errors)
             for node in self.nodes:

@@ -12,7 +12,8 @@ import torch
 
 from server.kernels import abi
 from server.kernels.build import Isa, NoCompiler, Target, build, isas_of_machine
-from server.kernels.library import KernelsUnavailable, forced_target, load
+from server.kernels.errors import KernelsUnavailable
+from server.kernels.library import forced_target, load
 
 FORCED = forced_target()
 EVERY_ISA = (FORCED.isa,) if FORCED else tuple(dict.fromkeys((*isas_of_machine(), Isa.GENERIC)))

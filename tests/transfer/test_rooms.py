@@ -195,7 +195,9 @@ class TestPrefillRoom:
         room.handle(Admitted(), 1.0)
         assert kinds(room.handle(Advanced(2), 1.5)) == [PushPages, Progress]
         room.handle(Pushed(1, (Rows("swa", 0, 2, 64),), 1, last=False), 1.5)
-        assert kinds(room.handle(Computed({"swa": 9}, 0.5, 0.1), 2.0)) == [PushTail, Progress]
+        assert kinds(room.handle(Computed({"swa": 9}, 0.5, 0.1), 2.0)) == [PushTail]
+        assert kinds(room.handle(Tick(), 2.05)) == [Progress], "that it is in transfer, if it still is"
+        assert room.handle(Tick(), 2.06) == []
         assert room.handle(BatchEnded(1, None, quiesced=True), 2.1) == [], "the tail is still to come"
         room.handle(Pushed(2, (Rows("swa", 2, 3, 32),), 3, last=True), 2.2)
         (done,) = sent(room.handle(BatchEnded(2, None, quiesced=True), 3.0))

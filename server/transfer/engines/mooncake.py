@@ -13,6 +13,9 @@ What was measured on ``mooncake-transfer-engine-non-cuda`` 0.3.13.post1 over TCP
   lands after :meth:`MooncakeEngine.close` has returned.
 * The first write to a session opens it with a call that blocks for up to a minute on a frozen peer, so the peer is
   asked for a sign of life first.
+* A batch of writes has one status for all of them, and a failed one says nothing of the writes that still go on. So
+  pieces are submitted one by one. That costs little: the first submission takes 60 us, because it wakes Mooncake's
+  thread, each further one 6 us.
 * A write may have any size (512 MiB was tried, and is as fast as small ones): large pieces need no splitting.
 """
 

@@ -1,0 +1,43 @@
+"""Seconds from a node's command to the moment when it is ready, as a client sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+
+from cluster import Cluster, Node
+
+from .measurement import Measurement
+from .servers import BASELINE, LOCAL, PD, READY_TIMEOUT_S, node_options, pair_and_local
+from .session import Session
+
+PREFILL = "prefill node alone"
+
+
+def measure_startup(session: Session) -> Iterator[Measurement]:
+    """A pair (both commands at once, until a transfer has arrived), a node alone, and a prefill node."""
+    m = Measurement(
+        "startup",
+        "start-up, from command to ready",
+        "s",
+        ((PD, PD + BASELINE), (LOCAL, LOCAL + BASELINE), (PREFILL, PREFILL + BASELINE)),
+    )
+
+    options = node_options(session, "bundled", pages=256, slots=32)
+
+    def one_round(m: Measurement) -> None:
+        servers = pair_and_local(options, session.baseline)
+        for name, server in servers.items():
+            m.add(name, _start_s(server.nodes))
+        for name, server in pair_and_local(options, session.baseline).items():
+            if server.prefill is not None:
+                m.add(PREFILL + name.removeprefix(PD), _start_s([server.prefill]))
+
+    yield session.measure(m, one_round)
+
+
+def _start_s(nodes: Sequence[Node]) -> float:
+    cluster = Cluster(nodes)
+    started = perf_counter()
+    with cluster.running(READY_TIMEOUT_S):
+        return perf_counter() - started

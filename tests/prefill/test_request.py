@@ -1,0 +1,64 @@
+"""The batches of one room: the last one is planned while few pages may yet go before it."""
+
+from __future__ import annotations
+
+import pytest
+
+from server.cache.arena import Arena
+from server.cache.layout import ArenaLayout, Placement
+from server.faults.hooks import Sending
+from server.prefill.decode_peer import DecodePeer
+from server.prefill.request import PAGES_PLANNED_AHEAD, Outgoing
+from server.transfer.plan import CopyPlan
+from server.transfer.protocol import Registration, Reserve, RoomRequest, Sampling, pack_tokens
+from server.transfer.rooms import Heartbeat
+from tests.transfer.support import PAGE_SIZE, make_geometry, make_manifest
+
+LAYOUT = ArenaLayout.from_geometry(make_geometry())
+ARENA, MANIFEST = Arena(LAYOUT), make_manifest("decode")
+SAMPLING = Sampling(1, 0, 0.0, 1.0, 0, 0, (), (), False, None)
+
+
+class NoSocket:
+    def send(self, routing_id: bytes, message: object) -> None:
+        raise AssertionError("nothing is sent here")
+
+    def is_connected(self, routing_id: bytes) -> bool:
+        return True
+
+
+def outgoing(n: int) -> Outgoing:
+    pages = tuple(range(1, 1 + -(-n // PAGE_SIZE)))
+    peer = DecodePeer(Registration("p", MANIFEST.incarnation, 1), MANIFEST, b"D", Heartbeat(1.0, 0.0), NoSocket())
+    asked = RoomRequest("r", pack_tokens(range(n)), SAMPLING)
+    reserve = Reserve("p" * 32, MANIFEST.incarnation, 1, 5, 1, 1, pages, LAYOUT.names, asked, 1.0)
+    return Outgoing(ARENA, Sending(Placement(2, pages)), peer, reserve, n)
+
+
+@pytest.mark.parametrize("n_pages_sent", range(5))
+def test_a_last_batch_planned_ahead_is_the_one_planned_late(n_pages_sent: int) -> None:
+    """Also where it was planned before the last pages went."""
+    early, late = outgoing(4 * PAGE_SIZE + 7), outgoing(4 * PAGE_SIZE + 7)
+    early.plan_ahead()
+    for sender in (early, late):
+        sender.push_pages(n_pages_sent * PAGE_SIZE, 1.0)
+    early.plan_ahead()
+    assert early.push_tail(2.0) == late.push_tail(2.0)
+
+
+def test_no_long_tail_is_planned_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planned ahead is bounded, however long the prompt is."""
+    planned: list[int] = []
+    tail = CopyPlan.tail
+
+    def noted(plan: CopyPlan, pages_sent: int) -> object:
+        planned.append(pages_sent)
+        return tail(plan, pages_sent)
+
+    monkeypatch.setattr(CopyPlan, "tail", noted)
+    n_pages = 12
+    sender = outgoing(n_pages * PAGE_SIZE)
+    for page in range(n_pages):
+        sender.plan_ahead()
+        sender.push_pages((page + 1) * PAGE_SIZE, 1.0)
+    assert planned == list(range(n_pages - PAGES_PLANNED_AHEAD, n_pages))
