@@ -137,7 +137,7 @@ def _scale(temperature: float) -> float:
 def _sample_in_kernel(logits: torch.Tensor, rows: Sequence[RowSampling], kernel: SampleKernel) -> list[TokenLogprob]:
     if logits.dtype != torch.float32 or not logits.is_cpu or logits.stride(1) != 1:
         logits = logits.to(device="cpu", dtype=torch.float32).contiguous()
-    packed, alive, max_alternatives = [], [], 0
+    packed, alive, max_alternatives, vocab_size = [], [], 0, logits.shape[1]
     for row in rows:
         params, address, n_edits, penalties = row.params, 0, 0, _NO_PENALTIES
         if (edits := row.all_edits()) is not None:
@@ -147,15 +147,13 @@ def _sample_in_kernel(logits: torch.Tensor, rows: Sequence[RowSampling], kernel:
         draw, scale = (0, 0.0) if row.is_greedy else (draw_bits(row.seed, row.position), _scale(params.temperature))
         n_top = -1 if params.logprobs is None else params.logprobs
         max_alternatives = max(max_alternatives, n_top)
-        packed.append(
-            ROW.pack(address, draw, params.top_p, row.min_p, scale, *penalties, n_edits, params.top_k, n_top, 0)
-        )
+        top_k = min(params.top_k, vocab_size)
+        packed.append(ROW.pack(address, draw, params.top_p, row.min_p, scale, *penalties, n_edits, top_k, n_top, 0))
     choices, tops = kernel(logits, packed, max_alternatives)
     if bad := tuple(i for i, (token_id, _) in enumerate(choices) if token_id < 0):
         raise NonFiniteLogits(bad)
     if not max_alternatives:
         return [TokenLogprob(token_id, logprob) for token_id, logprob in choices]
-    vocab_size = logits.shape[1]
     return [
         TokenLogprob(token_id, logprob, tuple(top[: min(row.params.logprobs or 0, vocab_size)]))
         for (token_id, logprob), top, row in zip(choices, tops, rows, strict=True)

@@ -150,3 +150,10 @@ def test_rows_that_do_not_fit_the_logits_are_refused(n_rows: int) -> None:
         kernel(torch.zeros(1, 8, dtype=torch.float64), [b""])
     with pytest.raises(ValueError, match="rows for logits"):
         kernel(torch.zeros(8, 1).T.expand(1, 8)[:, ::2], [b""])
+
+
+@pytest.mark.parametrize("top_k", [2**31 - 1, 2**31, 2**70])
+def test_a_top_k_of_any_size_means_all_tokens(top_k: int) -> None:
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(5))
+    rows = [RowSampling(SamplingParams(temperature=1.0, top_k=top_k), 1, 2)]
+    assert outcome(logits, rows, SampleKernel(functions())) == outcome(logits, rows, None)
