@@ -65,7 +65,9 @@ class KernelModel:
         self._threads = 1
 
     def set_threads(self, n: int) -> None:
+        """Of a step, and of what torch computes for it in this thread (rotations, choices of rows)."""
         self._threads = n
+        torch.set_num_threads(n)
 
     def forward(self, segments: Sequence[Segment], *, every_row: bool) -> ForwardOutput:
         plan = self._plan(segments, every_row=every_row)
