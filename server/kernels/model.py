@@ -112,9 +112,9 @@ class KernelModel:
         plan = StepPlan(segments, 0 if is_draft else self._page_size, every_row=every_row, threads=self._threads)
         reached = self._reached
         for segment in segments:
-            first, after = segment.start // BLOCK, (segment.start + len(segment.token_ids)) // BLOCK
-            if first not in reached or after not in reached:
-                self._reach(range(first, after + 1))
+            blocks = range(segment.start // BLOCK, (segment.start + len(segment.token_ids)) // BLOCK + 1)
+            if not reached.issuperset(blocks):
+                self._reach(blocks)
         return plan
 
     def _reach(self, blocks: range) -> None:

@@ -116,6 +116,16 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+def test_threads_bound_what_torch_computes_between_the_kernels(packed: LoadedModel) -> None:
+    before = torch.get_num_threads()
+    try:
+        for threads in (2, 1):
+            make_runner(packed, threads=threads)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
 def row_of(table: abi.RopeTable, position: int, width: int) -> torch.Tensor:
     """What the kernels read for a position: cos and sin in turns."""
     start = table.blocks[position // table.block] + position % table.block * width * ctypes.sizeof(ctypes.c_float)
@@ -133,3 +143,11 @@ def test_rotations_are_those_of_the_python_model_and_made_when_they_are_reached(
             turned = Rotation(torch.tensor([position]), frequencies).apply_(pairs)
             assert torch.equal(turned[0], row_of(table, position, len(turned[0])))
     assert sum(bool(table.blocks[i]) for i in range(table.n_blocks)) == 3, "nothing between them was made"
+
+
+def test_a_long_segment_between_reached_blocks_has_its_rotations(packed: LoadedModel) -> None:
+    runner, place = make_runner(packed), Placement(2, tuple(range(1, 11)))
+    for start in (0, 2 * BLOCK):  # requests of other lengths were here before
+        runner.forward([Segment([5], start, Placement(3, place.pages))])
+    output = runner.forward([Segment([5] * (BLOCK + 2), BLOCK - 1, place, valid_from=BLOCK - 1)])
+    assert output.logits.shape[0] == 1
