@@ -44,7 +44,7 @@ from server.engine.stopping import OutputProcessor
 from server.failure import Failure
 from server.kernels.sampling import SampleKernel
 from server.model.batch import Segment
-from server.model.interface import ForwardOutput
+from server.model.interface import BadStep, ForwardOutput
 
 log = logging.getLogger(__name__)
 
@@ -253,7 +253,10 @@ class Engine(threading.Thread):
                 streams.append(output.streams[row + part.start - first : row + part.stop - first])
             row += chunk.n_tokens
         if segments:
-            self._runner.draft_rows(segments, torch.cat(streams))
+            try:
+                self._runner.draft_rows(segments, torch.cat(streams))
+            except BadStep as error:  # as any other: the target's rows are written
+                raise RuntimeError(f"the draft's rows: {error}") from error
         return started, output
 
     def _end_prompt(self, sequence: Sequence, choices: list[TokenLogprob], streams: torch.Tensor) -> None:
@@ -359,8 +362,8 @@ class Engine(threading.Thread):
             self._fail(request, error)
 
     def _batches(self, items: list[Item], forward: Callable[[list[Item]], T]) -> Iterator[tuple[list[Item], T]]:
-        """``items`` with the result of their common forward. If that fails, each alone (a forward may be repeated: it
-        writes the same rows), without those that fail alone too and so have ended.
+        """``items`` with the result of their common forward. If that fails, each alone, without those that fail alone
+        too, or cannot be computed again, and so have ended.
         """
         try:
             result = forward(items)
@@ -369,8 +372,19 @@ class Engine(threading.Thread):
                 self._fail(items[0].sequence if isinstance(items[0], Chunk) else items[0], error)
                 return
             log.warning("a step over %d requests failed (%s), trying each alone", len(items), error)
+            failure = error
         else:
             yield items, result
             return
         for item in items:
-            yield from self._batches([item], forward)
+            if isinstance(item, Chunk) and not _is_repeatable(item, failure):
+                self._fail(item.sequence, failure)
+            else:
+                yield from self._batches([item], forward)
+
+
+def _is_repeatable(chunk: Chunk, error: Exception) -> bool:
+    """Whether ``chunk`` can be computed again after ``error``. A step may end after it has written, and a chunk is
+    longer than what the rings keep beside the window: the rows before it are then gone. (A decode step's few rows fit.)
+    """
+    return chunk.sequence.n_computed == 0 or isinstance(error, BadStep)

@@ -13,11 +13,11 @@ from server.kernels import abi
 from server.kernels.binding import bind_weights
 from server.kernels.library import Library
 from server.kernels.packing import PackedWeights, pack_weights
-from server.kernels.plan import BadStep, StepPlan
+from server.kernels.plan import StepPlan
 from server.kernels.rope import BLOCK, RopeBlocks
 from server.model.batch import Segment
 from server.model.config import ModelConfig
-from server.model.interface import ForwardOutput
+from server.model.interface import BadStep, ForwardOutput
 from server.model.network import DeepseekV4
 from server.model.rope import rope_frequencies
 
@@ -47,7 +47,8 @@ class KernelModel:
     """A :class:`PackedModel` bound to one arena (see :class:`server.model.interface.BoundModel`).
 
     A step's result is the same bits for any batch, chunk and number of threads. Calls release the GIL. A step that
-    cannot be computed raises :class:`BadStep` or :class:`KernelsFailed` and writes nothing.
+    cannot be computed raises :class:`BadStep` and has written nothing. After :class:`MemoryError` or
+    :class:`KernelsFailed` some of its rows may be written.
     """
 
     def __init__(

@@ -9,17 +9,10 @@ import numpy as np
 
 from server.kernels import abi
 from server.model.batch import Ints, Segment
+from server.model.interface import BadStep
 
 MAX_POSITION = 1 << 24
 """Positions below this are exact in fp32, in which angles are computed."""
-
-
-class BadStep(ValueError):
-    """A step that cannot be computed; nothing of it was. ``row`` is the one at fault (-1: no single one)."""
-
-    def __init__(self, row: int, what: str) -> None:
-        super().__init__(f"row {row}: {what}" if row >= 0 else what)
-        self.row = row
 
 
 class StepPlan:

@@ -13,6 +13,14 @@ from server.model.batch import Segment
 from server.model.config import ModelConfig
 
 
+class BadStep(ValueError):
+    """A step that is refused before anything is written. ``row`` is the one at fault (-1: no single one)."""
+
+    def __init__(self, row: int, what: str) -> None:
+        super().__init__(f"row {row}: {what}" if row >= 0 else what)
+        self.row = row
+
+
 @dataclass(frozen=True)
 class ForwardOutput:
     """``logits`` ``[wanted rows, vocab]`` in fp32; ``streams`` ``[real rows, N, D]``: the last block's output of every

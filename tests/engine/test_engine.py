@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,8 +34,9 @@ from server.engine.runner import ModelRunner
 from server.engine.stopping import OutputProcessor
 from server.engine.tokenizer import Tokenizer
 from server.failure import Failure
-from server.model.interface import LoadedModel
-from tests.engine.harness import Harness, outputs_of, tokens_of
+from server.model.batch import Segment
+from server.model.interface import ForwardOutput, LoadedModel
+from tests.engine.harness import TIMEOUT_S, Harness, outputs_of, tokens_of
 
 
 @pytest.fixture
@@ -160,6 +162,30 @@ def test_an_exception_in_a_batch_fails_only_its_cause(harness: Harness) -> None:
     harness.engine.submit(Generate("bad", wrong, Placement(2, (2,))))
     failed = [e for e in harness.until(Finished, "good") if isinstance(e, ComputeFailed)]
     assert [(e.key, e.failure.code) for e in failed] == [("bad", "engine_error")]
+
+
+def test_a_chunk_whose_window_may_be_overwritten_is_not_computed_again(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step ends after it has written: the rows that the second chunk began with are gone from the ring."""
+    long, short, forward, submitted = request(100, seed=1), request(20, seed=2), ModelRunner.forward, threading.Event()
+    expected = tokens_of(harness.generate([short]), short.request_id)
+
+    def broken(self: ModelRunner, segments: Sequence[Segment], *, every_row: bool = False) -> ForwardOutput:
+        submitted.wait(TIMEOUT_S)
+        output = forward(self, segments, every_row=every_row)
+        if len(segments) == 2 and segments[0].start == 64:
+            raise MemoryError("simulated")
+        return output
+
+    monkeypatch.setattr(ModelRunner, "forward", broken)
+    harness.engine.submit(Generate("long", long, Placement(1, (1,))))
+    harness.engine.submit(Generate("short", short, Placement(2, (2,))))
+    submitted.set()
+    events = harness.finish(["long", "short"])
+    failed = [event for event in events if isinstance(event, ComputeFailed)]
+    assert failed == [ComputeFailed("long", Failure("engine_error", "MemoryError: simulated"))]
+    assert tokens_of(events, "short") == expected
 
 
 def test_a_first_token_that_is_none_fails_that_request_alone(harness: Harness) -> None:

@@ -14,11 +14,10 @@ from server.cache.specs import CacheGeometry, LayoutError
 from server.kernels import abi
 from server.kernels.choice import choose_kernels
 from server.kernels.model import KernelsFailed, PackedModel
-from server.kernels.plan import BadStep
 from server.kernels.rope import BLOCK, RopeBlocks
 from server.model.batch import Segment
 from server.model.config import CheckpointError, load_config
-from server.model.interface import LoadedModel
+from server.model.interface import BadStep, LoadedModel
 from server.model.loader import load_model
 from server.model.rope import Rotation, rope_frequencies
 from server.model.state import state_components

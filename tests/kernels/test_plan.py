@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from server.cache.layout import Placement
-from server.kernels.plan import MAX_POSITION, BadStep, StepPlan
+from server.kernels.plan import MAX_POSITION, StepPlan
 from server.model.batch import Segment
+from server.model.interface import BadStep
 
 PAGE = 256
 
