@@ -59,7 +59,7 @@ def _above_zero(default: Any = ...) -> Field:
     return _number("a number above 0", lambda v: v > 0, default)
 
 
-_MOST = 1 << 31
+_MOST = (1 << 31) - 1
 
 FIELDS: dict[str, Field] = {
     "vocab_size": _int(1, _MOST),

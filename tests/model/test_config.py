@@ -45,7 +45,7 @@ BAD: dict[str, list[Any]] = {
     "swiglu_limit": NUMBER,
     "index_n_heads": SIZE,
     "index_head_dim": [*EVEN, 6],  # 6: less than qk_rope_head_dim
-    "index_topk": SIZE,
+    "index_topk": [*SIZE, 1 << 31],  # the kernels count in 32 bits
     "sliding_window": SIZE,
     "hc_mult": [*SIZE, 65],
     "hc_sinkhorn_iters": SIZE,
