@@ -22,10 +22,10 @@ from tests.e2e.test_processes import (
     error_of,
     wait_until_prefilling,
 )
-from tests.support.processes import process_pair, running_node
+from tests.support.processes import SLOW_MODEL, process_pair, running_node
 
-P_OPTIONS = ("--chunk-tokens", "64", "--slots", "1", "--pages", "32")
-D_OPTIONS = ("--slots", "4", "--drain-timeout", "90")
+P_OPTIONS = ("--chunk-tokens", "64", "--slots", "1", "--pages", "32", *SLOW_MODEL)
+D_OPTIONS = ("--slots", "4", "--drain-timeout", "90", *SLOW_MODEL)
 PROMPT = LONG_PROMPT[:1500]
 """Takes the prefill node about a second."""
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ [\w.]+: .+")

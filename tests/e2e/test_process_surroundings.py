@@ -13,7 +13,7 @@ import pytest
 from cluster import Node, free_port, until
 
 from tests.e2e.test_processes import Stream
-from tests.support.processes import running_node
+from tests.support.processes import SLOW_MODEL, running_node
 
 ENDS_S = 60.0
 PROMPT = [20, 30, 40]
@@ -55,7 +55,9 @@ def is_listening(port: int) -> bool:
 
 
 def test_a_log_that_nobody_reads_stops_nothing_and_a_hang_up_drains(tmp_path: Path) -> None:
-    node = Node("decode", tmp_path / "log", "--local-prefill", "--drain-timeout", "60", "--log-level", "debug")
+    node = Node(
+        "decode", tmp_path / "log", "--local-prefill", "--drain-timeout", "60", "--log-level", "debug", *SLOW_MODEL
+    )
     reading, writing = os.pipe()
     capacity = fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     with running_node(node, output=writing), os.fdopen(reading, "rb") as pipe:

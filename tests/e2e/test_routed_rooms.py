@@ -13,13 +13,13 @@ import httpx
 import pytest
 from cluster import Pair, until
 
-from tests.support.processes import process_pair
+from tests.support.processes import SLOW_MODEL, process_pair
 
 AT_ONCE_S = 1.0
 PAIR_S = 2.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG_PROMPT = [10 + i % 400 for i in range(3000)]
-OPTIONS = ("--slots", "4", "--poison", "--deadline", f"pair={PAIR_S:g}")
+OPTIONS = ("--slots", "4", "--poison", "--deadline", f"pair={PAIR_S:g}", *SLOW_MODEL)
 
 _rooms = itertools.count(2**62 + 1)
 

@@ -11,6 +11,8 @@ from cluster import HOST, Cluster, Node, Pair
 END_S = 20.0
 DRAIN_S = 1.0
 """A test that is over waits no longer for what is under way."""
+SLOW_MODEL = ("--kernels", "python")
+"""For tests that meet requests on their way: with the kernels a long prompt is over before a signal comes."""
 
 
 @contextlib.contextmanager
