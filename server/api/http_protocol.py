@@ -306,10 +306,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._direct_body is not None:
-            self._direct_body.resumed()
         if not self.transport.is_closing():
             self._cancel_write_deadline()
+        if self._direct_body is not None:  # last of all: it may fill the connection again, which has a new deadline
+            self._direct_body.resumed()
 
     def _watch_writing(self) -> None:
         """Gives the client time to take what is written. The transport alone would wait for ever."""

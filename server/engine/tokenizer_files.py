@@ -118,12 +118,14 @@ def read_by_transformers(model_dir: Path) -> TokenizerFiles:
     if not isinstance(hf, PreTrainedTokenizerFast):
         raise TypeError(f"{model_dir} has a {type(hf).__name__}, which is not backed by its tokenizer.json.")
     hf.encode("")  # turns off the backend's truncation and padding
-    is_bpe = type(hf.backend_tokenizer.model).__name__ == "BPE"  # the library cleans up no text of such a tokenizer
+    is_bpe = type(hf.backend_tokenizer.model).__name__ == "BPE"  # of which the library cleans up no text, unless forced
+    is_forced = hf.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
+    is_cleaned = hf.clean_up_tokenization_spaces and (is_forced or not is_bpe)
     template = hf.chat_template
     return TokenizerFiles(
         backend=hf.backend_tokenizer,
         special_tokens=hf.special_tokens_map,
         special_ids=frozenset(hf.all_special_ids),
         chat_template=template.get("default") if isinstance(template, dict) else template,
-        clean_up=hf.clean_up_tokenization if hf.clean_up_tokenization_spaces and not is_bpe else None,
+        clean_up=hf.clean_up_tokenization if is_cleaned else None,
     )

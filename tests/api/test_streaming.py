@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from server.api.direct_body import DirectBody
 from server.api.http_limits import HttpLimits
+from server.api.http_protocol import LimitedHttpProtocol
 from server.api.streaming import StreamTimes
 from server.failure import Failure, RequestFailed
 from tests.api.fakes import ANSWER, FakeBackend
@@ -224,6 +226,30 @@ def test_a_client_that_does_not_read_its_stream_ends_it(
         until(lambda: backend.generations)
         until(backend.all_over)
         assert backend.generations[0].aborted, "and not because it was read to its end"
+
+
+def test_a_client_that_stops_after_it_has_read_a_part_ends_its_stream(
+    app: FastAPI, registry: CollectorRegistry, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits fills the connection again at once, in the call that says that it has room."""
+    backend.max_context, backend.script.answer, backend.script.tokens_a_step = 10**6, "Tom has 42 " * 60_000, 4
+    full_again = threading.Event()
+    resume = LimitedHttpProtocol.resume_writing
+
+    def noted(protocol: LimitedHttpProtocol) -> None:
+        protocol._limits = replace(protocol._limits, write_timeout_s=0.1)  # noqa: SLF001
+        resume(protocol)
+        if protocol.flow.write_paused:
+            full_again.set()
+
+    monkeypatch.setattr(LimitedHttpProtocol, "resume_writing", noted)
+    with http_server_thread(app, registry) as url, RawConnection(url, receive_nbytes=4096) as connection:
+        connection.send(post_json(COMPLETIONS, {"prompt": "x", "stream": True, "max_tokens": 900_000}))
+        until(lambda: backend.generations and backend.generations[0].ended)
+        with suppress(ConnectionError):
+            while not full_again.is_set() and connection.read(1 << 16):
+                pass
+        until(lambda: registry.get_sample_value("pd_http_refused_total", {"reason": "write_timeout"}) == 1)
 
 
 def test_what_a_client_is_slow_to_read_waits_in_few_bytes(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from server.engine.tokenizer import Tokenizer
 from server.engine.tokenizer_files import TokenizerFiles, read_by_transformers, read_plain, read_tokenizer_files
@@ -130,3 +131,13 @@ def test_padding_and_truncation_are_turned_off(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(tmp_path)
     assert len(tokenizer.encode("x")) == 2
     assert len(tokenizer.encode("Tom has 12 apples and buys 30 more." * 9)) > 9
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_a_text_is_cleaned_up_as_by_transformers(tmp_path: Path, is_forced: bool) -> None:
+    """Of this kind of tokenizer only if its settings insist."""
+    forced = {"clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": is_forced}
+    model_dir = directory(tmp_path, {"clean_up_tokenization_spaces": True} | forced)
+    hf = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+    ids = hf.encode("a , b .", add_special_tokens=False)
+    assert Tokenizer.load(model_dir).decode(ids) == hf.decode(ids) == ("a, b." if is_forced else "a , b .")

@@ -6,16 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark import startup
 from benchmark.checkpoints import Checkpoints
 from benchmark.in_process import decode_round, tokens_that_fit
 from benchmark.main import PARTS, parse_args
 from benchmark.measurement import BenchFailed, Measurement, Prompt, Stream, decode_rate, percentile
 from benchmark.session import Pace, Prompts, Session, Sizes
+from benchmark.startup import measure_startup
+from cluster import Node
 
 from server.node.options import BUNDLED_MODEL
 
@@ -113,6 +118,21 @@ def rounds_of(values: Any) -> Any:
         m.add("a", next(values))
 
     return one_round
+
+
+def test_no_first_start_of_a_checkout_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles and reads from the disk what the second one finds; a ratio to it would be of that."""
+    started: set[tuple[bool, str]] = set()
+
+    def start_s(nodes: Sequence[Node]) -> float:
+        programs = {("PYTHONPATH=baseline" in node.command, node.role) for node in nodes}
+        is_first = not programs <= started
+        started.update(programs)
+        return 100.0 if is_first else 1.0
+
+    monkeypatch.setattr(startup, "_start_s", start_s)
+    (m,) = measure_startup(replace(session(rounds=2, seconds=0.0), baseline=Path("baseline")))
+    assert list(m.values.values()) == [[1.0, 1.0]] * 6
 
 
 def test_a_variant_that_would_take_too_long_is_left_out_with_a_note() -> None:
