@@ -292,8 +292,8 @@ class Engine(threading.Thread):
     def _choose(
         self, sequences: list[Sequence], widths: list[int], logits: torch.Tensor
     ) -> list[list[TokenLogprob] | None]:
-        """Tokens for ``widths[i]`` consecutive rows of each sequence; one whose logits are not finite is failed and
-        gets None.
+        """Tokens for ``widths[i]`` consecutive rows of each sequence. One whose logits are not finite is failed and
+        gets None; if the sampler itself fails, all are and do.
         """
         rows, owner = [], []
         for i, (s, width) in enumerate(zip(sequences, widths, strict=True)):
@@ -304,13 +304,19 @@ class Engine(threading.Thread):
                 owner.append(i)
         bad: set[int] = set()
         try:
-            choices = iter(sample(logits, rows, self._sample_kernel))
-        except NonFiniteLogits as error:
-            bad = {owner[r] for r in error.rows}
-            for i in bad:
-                self._fail(sequences[i], error)
-            kept = [r for r, i in enumerate(owner) if i not in bad]
-            choices = iter(sample(logits[kept], [rows[r] for r in kept], self._sample_kernel))
+            try:
+                choices = iter(sample(logits, rows, self._sample_kernel))
+            except NonFiniteLogits as error:
+                bad = {owner[r] for r in error.rows}
+                for i in bad:
+                    self._fail(sequences[i], error)
+                kept = [r for r, i in enumerate(owner) if i not in bad]
+                choices = iter(sample(logits[kept], [rows[r] for r in kept], self._sample_kernel))
+        except Exception as error:  # noqa: BLE001  (logged with the failures)
+            for i, sequence in enumerate(sequences):
+                if i not in bad:
+                    self._fail(sequence, error)
+            return [None] * len(sequences)
         return [None if i in bad else list(islice(choices, width)) for i, width in enumerate(widths)]
 
     def _append(self, sequence: Sequence, choices: list[TokenLogprob], *, n_proposed: int = 0) -> None:

@@ -188,6 +188,22 @@ def test_a_chunk_whose_window_may_be_overwritten_is_not_computed_again(
     assert tokens_of(events, "short") == expected
 
 
+def test_a_sampler_that_fails_ends_the_requests_of_its_step_and_not_the_engine(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> list[TokenLogprob]:
+        raise MemoryError("simulated")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("server.engine.engine.sample", broken)
+        harness.engine.submit(Generate("bad", request(40, seed=1), Placement(1, (1,))))
+        assert harness.until(ComputeFailed, "bad")[-1] == ComputeFailed(
+            "bad", Failure("engine_error", "MemoryError: simulated")
+        )
+    harness.engine.submit(Generate("good", request(40, seed=1), Placement(1, (1,))))
+    assert harness.until(Finished, "good")[-1] == Finished("good", FinishReason.LENGTH)
+
+
 def test_a_first_token_that_is_none_fails_that_request_alone(harness: Harness) -> None:
     good = request(40, seed=1, max_tokens=20)
     harness.engine.submit(Generate("good", good, Placement(1, (1,))))
