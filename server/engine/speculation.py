@@ -7,8 +7,10 @@ target's: this is rejection sampling against a draft that proposes one token wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -57,13 +59,15 @@ def propose(runner: ModelRunner, starts: Sequence[ChainStart]) -> list[list[int]
     while active:
         output = runner.draft(segments, streams)
         best, ids = output.logits.max(dim=-1)
-        if bad := (~torch.isfinite(best)).nonzero().flatten().tolist():
-            raise NonFiniteLogits(tuple(active[i] for i in bad))
+        if bad := [i for i, logit in zip(active, best.tolist(), strict=True) if not math.isfinite(logit)]:
+            raise NonFiniteLogits(tuple(bad))
         for i, token in zip(active, ids.tolist(), strict=True):
             drafts[i].append(token)
-        last = torch.tensor([len(s.token_ids) for s in segments]).cumsum(0) - 1
         going = [j for j, i in enumerate(active) if len(drafts[i]) < starts[i].n_draft]
-        streams = output.streams[last[going].to(output.streams.device)]
+        streams = output.streams
+        if len(going) < streams.shape[0]:  # else each row is the last of its segment
+            ends = list(accumulate(len(s.token_ids) for s in segments))
+            streams = streams[[ends[j] - 1 for j in going]]
         segments = [
             Segment([drafts[active[j]][-1]], segments[j].start + len(segments[j].token_ids), segments[j].placement,
                     segments[j].valid_from)
