@@ -52,7 +52,7 @@ class Sizes:
     itl_streams: int = 8
     itl_prompt: int = 4096
     itl_window_s: float = 4.0
-    questions: int = 8
+    questions: int = 24
     most_drafts: int = 3
 
 
@@ -73,7 +73,7 @@ QUICK = Sizes(
     itl_streams=2,
     itl_prompt=300,
     itl_window_s=0.3,
-    questions=1,
+    questions=8,
     most_drafts=1,
 )
 

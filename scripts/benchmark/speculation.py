@@ -1,59 +1,67 @@
-"""Time per output token with k draft tokens against plain decoding: the bundled questions, asked of pairs."""
+"""Time per output token with k draft tokens against plain decoding: the bundled questions, in this process.
+
+Over HTTP several tokens of these short answers come in one read, so that their times would say little.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
-from statistics import median
 
 from evaluation.questions import STOP, bundled_questions
 
-from .client import ask_all, run_client
-from .measurement import BenchFailed, Measurement
-from .servers import Server, decode_node, node_options, prefill_node, running
+from server.engine.request import SamplingParams
+
+from .local_engine import LocalEngine
+from .measurement import BenchFailed, Measurement, Prompt, Stream
 from .session import Session
 
-AT_ONCE = (1, 8)
-MOST_TOKENS = 64
+SAMPLING = SamplingParams(max_tokens=64, stop=STOP)
 
 
 def measure_speculation(session: Session) -> Iterator[Measurement]:
-    """One prefill node, and a decode node for every k. ``details`` have the accept length of each."""
-    prompts = [prompt for _, prompt in bundled_questions()[: session.sizes.questions]]
-    options = node_options(session, "bundled", pages=128, slots=16)
-    prefill = prefill_node("speculation", options)
-    names = {k: f"k = {k}" for k in range(session.sizes.most_drafts + 1)}
-    nodes = {
-        name: Server(decode_node(f"speculation-{k}", prefill, (*options, "--spec-tokens", str(k))))
-        for k, name in names.items()
-    }
-    with running({"prefill": Server(prefill), **nodes}):
-        for at_once in AT_ONCE:
-            lengths: dict[str, float] = {}
-            m = Measurement(
-                "speculation",
-                f"time per output token, bundled questions, {at_once} at once",
-                "ms",
-                tuple((name, names[0]) for k, name in names.items() if k),
-                size={"checkpoint": "bundled", "requests": at_once, "questions": len(prompts)},
-                details={"accept_length": lengths},
+    """One engine for every k. ``details`` have the accept length of each."""
+    with ExitStack() as stack:
+        engines = {
+            f"k = {k}": stack.enter_context(
+                closing(
+                    LocalEngine(session.checkpoints.path("bundled"), threads=session.threads, spec_tokens=k, slots=16)
+                )
             )
-            yield session.measure(m, partial(_round, nodes, prompts, at_once, lengths))
+            for k in range(session.sizes.most_drafts + 1)
+        }
+        plain, *drafting = engines
+        tokenizer = engines[plain].tokenizer
+        prompts = [tuple(tokenizer.encode(text)) for _, text in bundled_questions()[: session.sizes.questions]]
+        lengths: dict[str, float] = {}
+        m = Measurement(
+            "speculation",
+            "time per output token, bundled questions, 1 at once",
+            "ms",
+            tuple((name, plain) for name in drafting),
+            size={"checkpoint": "bundled", "requests": 1, "questions": len(prompts)},
+            details={"accept_length": lengths},
+        )
+        yield session.measure(m, partial(_round, engines, prompts, lengths))
 
 
 def _round(
-    nodes: dict[str, Server], prompts: Sequence[str], at_once: int, lengths: dict[str, float], m: Measurement
+    engines: Mapping[str, LocalEngine], prompts: Sequence[Prompt], lengths: dict[str, float], m: Measurement
 ) -> None:
-    for name, node in nodes.items():
-        times_s, n_steps, n_accepted = [], 0, 0
-        for i in range(0, len(prompts), at_once):
-            for stream, usage in run_client(ask_all(node.url, prompts[i : i + at_once], MOST_TOKENS, STOP)):
-                if stream.n_tokens > stream.counts[0]:
-                    times_s.append((stream.times_s[-1] - stream.times_s[0]) / (stream.n_tokens - stream.counts[0]))
-                drafts = usage.get("completion_tokens_details") or {}
-                n_steps += drafts.get("draft_steps", 0)
-                n_accepted += drafts.get("accepted_prediction_tokens", 0)
-        if not times_s:
+    """Each engine answers every prompt; what counts is the time from an answer's first token to its last."""
+    for name, engine in engines.items():
+        seconds, n_tokens, n_steps, n_accepted = 0.0, 0, 0, 0
+        for prompt in prompts:
+            stream = Stream()
+            for at, _, output in engine.generate([prompt], SAMPLING):
+                stream.add(at, stream.n_tokens + len(output.token_ids))
+                n_steps += output.n_proposed > 0
+                n_accepted += output.n_accepted
+            if stream.n_tokens:
+                seconds += stream.times_s[-1] - stream.times_s[0]
+                n_tokens += stream.n_tokens - stream.counts[0]
+        if not n_tokens:
             raise BenchFailed(f"{name}: no answer has two tokens")
-        m.add(name, 1e3 * median(times_s))
+        m.add(name, 1e3 * seconds / n_tokens)
         lengths[name] = 1 + n_accepted / n_steps if n_steps else 1.0
