@@ -129,10 +129,10 @@ def _speculation(report: Report) -> list[str]:
     lines = []
     for m in found:
         plain, *drafting = m["variants"]
-        ratios = " / ".join(_ratio(m["ratios"][f"{name} / {plain}"]) for name in drafting)
+        ratios = " / ".join(_ratio(m["ratios"].get(f"{name} / {plain}")) for name in drafting)
         lengths = " / ".join(f"{m['details']['accept_length'][name]:.2f}" for name in drafting)
         lines.append(
-            f"| time per output token with drafts, PD; bundled questions, {m['size']['requests']} at once | "
+            f"| time per output token with drafts, engine; bundled questions, {m['size']['requests']} at once | "
             f"{' / '.join(m['variants'])} | {' / '.join(shown(v['median']) for v in m['variants'].values())} ms | "
             f"to {plain}: {ratios}; accept length {lengths} |"
         )

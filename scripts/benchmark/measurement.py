@@ -44,8 +44,10 @@ class Stream:
         return self.counts[n_events - 1] if n_events else 0
 
     def gaps_s(self, start_s: float, stop_s: float) -> list[float]:
-        """Times between arrivals that follow each other, both within ``start_s .. stop_s``."""
-        times = [t for t in self.times_s if start_s <= t <= stop_s]
+        """Times between arrivals that follow each other, both within ``start_s .. stop_s``. What comes in one read is
+        one arrival.
+        """
+        times = [t for t in dict.fromkeys(self.times_s) if start_s <= t <= stop_s]
         return [b - a for a, b in pairwise(times)]
 
 
