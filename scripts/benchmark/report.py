@@ -33,7 +33,7 @@ def setting_of(session: Session, load_before: float) -> dict[str, Any]:
         "kernels_can_be_chosen": kernels_can_be_chosen(),
         "baseline": session.baseline is not None,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": torch.__version__.partition("+")[0],
         "transformers": transformers.__version__,
         "mooncake": _version_of("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
         "load_average_before": load_before,

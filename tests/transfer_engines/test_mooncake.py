@@ -223,6 +223,7 @@ def test_a_peer_that_is_not_there_is_not_submitted_to(start_engine: StartEngine)
 
 
 @pytest.mark.full  # the port is free again only a minute after the first process used it
+@pytest.mark.timeout(300)
 def test_a_restarted_peer_on_the_same_port_is_reached_by_a_new_engine(
     start_engine: StartEngine, start_peer: Callable[..., PeerProcess]
 ) -> None:
