@@ -16,18 +16,24 @@ from tests.support.models import BOTH, load
 
 
 @contextlib.contextmanager
-def earlier_entries_win() -> Iterator[None]:
+def earlier_entries_win() -> Iterator[list[torch.Tensor]]:
     """Among index scores that are equal bit for bit transformers takes any; here the earlier ones are taken.
 
     A query whose heads are all below zero scores 0 everywhere, so that does happen. Only the indexer calls the method.
+    Yields a list that gets, by layer, how far the last entry that was taken lies above the first that was not:
+    ``[rows]``, as a share of the row's largest score.
     """
+    margins: list[torch.Tensor] = []
 
     def topk(scores: torch.Tensor, k: int, dim: int = -1) -> torch.return_types.topk:
         values, indices = scores.sort(dim=dim, descending=True, stable=True)
+        if values.shape[dim] > k:
+            largest = values.masked_fill(values.isinf(), 0).abs().amax(dim)
+            margins.append(((values[..., k - 1] - values[..., k]) / largest)[0])
         return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
 
     with mock.patch.object(torch.Tensor, "topk", topk):
-        yield
+        yield margins
 
 
 @dataclass(frozen=True)
@@ -37,11 +43,18 @@ class Pair:
     oracle: DeepseekV4ForCausalLM
     model: LoadedModel
 
-    @torch.inference_mode()
     def reference(self, ids: list[int]) -> torch.Tensor:
-        with earlier_entries_win():
+        return self.reference_and_margins(ids)[0]
+
+    @torch.inference_mode()
+    def reference_and_margins(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of every position, and by what margin its entries were chosen in the layer that was least decided."""
+        with earlier_entries_win() as margins:
             logits: torch.Tensor = self.oracle(torch.tensor([ids]), use_cache=False).logits[0]
-        return logits
+        decided = torch.full((len(ids),), torch.inf)
+        for margin in margins:
+            decided = torch.fmin(decided, margin)
+        return logits, decided
 
 
 @pytest.fixture(scope="session")
