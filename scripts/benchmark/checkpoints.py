@@ -69,7 +69,7 @@ MEDIUM: dict[str, Any] = _COMMON | {
     "sliding_window": 128,
     "compress_ratios": [0, 0, *[4, 128] * 5, 0],
 }
-"""About 226 million parameters: too large for any cache, small enough for two cores."""
+"""About 228 million parameters: too large for any cache, small enough for two cores."""
 
 FLASH: dict[str, Any] = _COMMON | {
     "hidden_size": 128,

@@ -48,6 +48,11 @@ def running_engines(session: Session, checkpoint: str, dtype: str) -> Iterator[d
             engine.close()
 
 
+def tokens_of_each(variants: dict[str, Decode], prompts: Sequence[Prompt], round_s: float, most: int) -> dict[str, int]:
+    """:func:`tokens_that_fit` of every variant. Raises :class:`BenchFailed`."""
+    return {name: tokens_that_fit(decode, prompts, round_s, most) for name, decode in variants.items()}
+
+
 def tokens_that_fit(decode: Decode, prompts: Sequence[Prompt], round_s: float, most: int) -> int:
     """How many tokens each request decodes in a round of about ``round_s``: 4 to ``most``, and more if only so all of
     them ever decode at once, up to ``MOST_LONGER`` times as many. Raises :class:`BenchFailed`.
@@ -83,10 +88,7 @@ def _measure_batch(
     name = f"decode, {checkpoint} {dtype}, {requests(batch)}"
     session.on_step(name)
     prompts = session.prompts.for_decoding(batch, sizes)
-    n_tokens = {
-        variant: tokens_that_fit(decode, prompts, sizes.round_s, sizes.most_decode_tokens)
-        for variant, decode in variants.items()
-    }
+    n_tokens = tokens_of_each(variants, prompts, sizes.round_s, sizes.most_decode_tokens)
     context = len(prompts[0]) + n_tokens[ENGINE] // 2
     state = state_nbytes(engine.model_config, engine.layout, context)
     nbytes = weight_nbytes(engine.model_config, dtype, batch) + batch * state

@@ -7,7 +7,7 @@ from functools import partial
 from statistics import median
 
 from . import client
-from .in_process import TRANSFORMERS, Decode, decode_round, requests, tokens_that_fit
+from .in_process import TRANSFORMERS, Decode, decode_round, requests, tokens_of_each
 from .measurement import Measurement, Prompt
 from .reference import Transformers
 from .servers import BASELINE, LOCAL, PD, Server, bundled_servers
@@ -28,10 +28,7 @@ def measure_http(session: Session) -> Iterator[Measurement]:
         name = f"decode over HTTP, bundled, {requests(batch)}"
         session.on_step(name)
         prompts = session.prompts.for_decoding(batch, sizes)
-        n_tokens = {
-            variant: tokens_that_fit(decode, prompts, sizes.round_s, sizes.most_http_tokens)
-            for variant, decode in variants.items()
-        }
+        n_tokens = tokens_of_each(variants, prompts, sizes.round_s, sizes.most_http_tokens)
         m = Measurement(
             "http",
             name,

@@ -146,10 +146,8 @@ class Engine(threading.Thread):
                 self._stopping = True
 
     def _begin(self, command: Begin) -> None:
-        prepared = (
-            self._prepared.pop(command.key) if command.key in self._prepared else self._processor(command.request)
-        )
-        sequence = Sequence(command, prepared)
+        prepared = self._prepared.pop(command.key, None)
+        sequence = Sequence(command, prepared or self._processor(command.request))
         if isinstance(command, Resume):
             self._resume(sequence, command)
             return
