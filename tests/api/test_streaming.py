@@ -232,24 +232,29 @@ def test_a_client_that_stops_after_it_has_read_a_part_ends_its_stream(
     app: FastAPI, registry: CollectorRegistry, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits fills the connection again at once, in the call that says that it has room."""
-    backend.max_context, backend.script.answer, backend.script.tokens_a_step = 10**6, "Tom has 42 " * 60_000, 4
-    full_again = threading.Event()
+    backend.max_context, backend.script.answer, backend.script.tokens_a_step = 10**6, "Tom has 42 " * 40_000, 4
+    has_room, has_stopped = threading.Event(), threading.Event()
+    full_again: list[bool] = []
     resume = LimitedHttpProtocol.resume_writing
 
     def noted(protocol: LimitedHttpProtocol) -> None:
         protocol._limits = replace(protocol._limits, write_timeout_s=0.1)  # noqa: SLF001
+        has_room.set()
+        assert has_stopped.wait(WITHIN_S), "else the client could keep pace with what is written now"
         resume(protocol)
-        if protocol.flow.write_paused:
-            full_again.set()
+        full_again.append(protocol.flow.write_paused)
 
     monkeypatch.setattr(LimitedHttpProtocol, "resume_writing", noted)
     with http_server_thread(app, registry) as url, RawConnection(url, receive_nbytes=4096) as connection:
         connection.send(post_json(COMPLETIONS, {"prompt": "x", "stream": True, "max_tokens": 900_000}))
         until(lambda: backend.generations and backend.generations[0].ended)
-        with suppress(ConnectionError):
-            while not full_again.is_set() and connection.read(1 << 16):
-                pass
+        connection.socket.settimeout(0.05)
+        while not has_room.is_set():
+            with suppress(TimeoutError):
+                connection.socket.recv(1 << 16)
+        has_stopped.set()
         until(lambda: registry.get_sample_value("pd_http_refused_total", {"reason": "write_timeout"}) == 1)
+    assert full_again[0]
 
 
 def test_what_a_client_is_slow_to_read_waits_in_few_bytes(
