@@ -33,6 +33,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.faults": ("server.faults", "server.transfer", "server.cache"),
     "server.api": (
         "server.api",
+        "server.engine.grammar",
         "server.engine.request",
         "server.engine.tokenizer_process",
         "server.failure",
