@@ -22,6 +22,7 @@ from server.cache.specs import LayoutError
 from server.failure import RequestFailed
 from server.faults.spec import FaultError
 from server.kernels.errors import KernelsUnavailable
+from server.memory import keep_one_heap
 from server.model.config import CheckpointError
 from server.node.logs import open_standard_streams, process_log
 from server.node.options import NodeOptions
@@ -60,6 +61,7 @@ def run(prog: str, options: NodeOptions, start: Callable[[], Coroutine[Any, Any,
     """Runs ``start`` with the log of a process. What it raises is a start-up error: one sentence on standard error and
     exit code 2.
     """
+    keep_one_heap()
     open_standard_streams()
     with process_log(options.log_level):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
