@@ -27,6 +27,7 @@ from server.model.config import CheckpointError
 from server.node.logs import open_standard_streams, process_log
 from server.node.options import NodeOptions
 from server.node.ports import PortError
+from server.threads import limit_spinning
 from server.transfer.auth import AuthError
 from server.transfer.deadlines import DeadlineError
 from server.transfer.engines.base import TransferError
@@ -62,6 +63,7 @@ def run(prog: str, options: NodeOptions, start: Callable[[], Coroutine[Any, Any,
     exit code 2.
     """
     keep_one_heap()
+    limit_spinning()
     open_standard_streams()
     with process_log(options.log_level):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
