@@ -213,7 +213,9 @@ class DecodeRoomManager:
                 self._fail(req, room, action, error)
 
     def _fail(self, req: DecodeRequest, room: DecodeRoom, at: DecodeEvent | DecodeAction, error: Exception) -> None:
-        if room.active and not isinstance(at, GivenUp):
+        if isinstance(at, Verify):  # the room waits for a proof before it frees anything
+            self._checked(req, _unchecked(error))
+        elif room.active and not isinstance(at, GivenUp):
             self.step(req, GivenUp(internal_error("decode", error)))
         else:
             self._on_broken(req, error)

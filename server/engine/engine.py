@@ -263,7 +263,7 @@ class Engine(threading.Thread):
             self._hand_over(sequence, sequence.command, choices[0], streams)
             return
         if self._spec_tokens:
-            sequence.draft = DraftState(streams[None])
+            sequence.draft = DraftState.after_prompt(streams)
         self._append(sequence, choices)
 
     def _hand_over(self, sequence: Sequence, command: Prefill, first: TokenLogprob, streams: torch.Tensor) -> None:
