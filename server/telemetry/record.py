@@ -34,7 +34,7 @@ class PhaseName(enum.StrEnum):
     """The decode node checks what has arrived."""
     COMMIT = "commit"
     """On the prefill node: until the decode node has answered ``Done``."""
-    FIRST_TOKEN = "first_token"  # noqa: S105
+    FIRST_TOKEN = "first_token"
     """The engine takes the request, and its first token goes to the client."""
     DECODE = "decode"
     """From the first token to the last one."""
