@@ -37,12 +37,13 @@ def _lines(record: RoomRecord, width: int) -> Iterator[str]:
     if record.transfer is not None:
         moved = record.transfer
         speed = "" if moved.gb_s is None else f" ({moved.gb_s:.3g} GB/s)"
-        pieces = sum(moved.pieces.values())
-        yield f"state: {sum(moved.nbytes.values()):,} bytes in {pieces} pieces, {_ms(moved.writing_us)} on the way{speed}"
+        nbytes, n_pieces = sum(moved.nbytes.values()), sum(moved.pieces.values())
+        yield f"state: {nbytes:,} bytes in {n_pieces} pieces, {_ms(moved.writing_us)} on the way{speed}"
         yield f"prefill: {_ms(moved.compute_us)} computing in {moved.chunks} chunks, {_ms(moved.digest_us)} digests"
     tokens = record.tokens
     if tokens.proposed:
-        yield f"drafts: {tokens.accepted} of {tokens.proposed} accepted, {tokens.generated} tokens in {tokens.steps} steps"
+        steps = f"{tokens.generated} tokens in {tokens.steps} steps"
+        yield f"drafts: {tokens.accepted} of {tokens.proposed} accepted, {steps}"
 
 
 def _bars(record: RoomRecord, width: int) -> Iterator[str]:

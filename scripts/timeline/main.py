@@ -36,9 +36,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("room", nargs="?", metavar="ROOM", help="as the header x-pd-room says it (default: the newest)")
     parser.add_argument("--url", default=DEFAULT_URL, help=f"the node to ask (default: {DEFAULT_URL})")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the node's API key")
-    parser.add_argument(
-        "--width", type=int, default=48, metavar="N", help="characters of the longest bar (default: 48)"
-    )
+    parser.add_argument("--width", type=int, default=48, metavar="N", help="characters of a bar (default: 48)")
     return parser.parse_args(argv)
 
 
