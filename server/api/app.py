@@ -17,6 +17,7 @@ from server.api.errors import install_error_handlers
 from server.api.info import info_router, models_router
 from server.api.lanes import Lanes
 from server.api.middleware import ApiKey, HeadAsGet, ResponseCount, WholeBody
+from server.api.page import page_router
 from server.api.request_id import RequestId
 from server.api.streaming import StreamTimes
 from server.api.tokenizing import PromptReader
@@ -80,4 +81,5 @@ def create_app(
     app.include_router(models_router(backend))
     app.include_router(completions_router(backend, reader, route_class))
     app.include_router(chat_router(backend, reader, route_class))
+    app.include_router(page_router())
     return app
