@@ -22,6 +22,7 @@ SHARED_BY_THE_ROLES = (
     "server.cache",
     "server.failure",
     "server.faults",
+    "server.telemetry",
     "server.threads",
 )
 ARROWS: dict[str, tuple[str, ...]] = {
@@ -31,6 +32,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.engine": ("server.engine", "server.model", "server.kernels.sampling", "server.cache", "server.failure"),
     "server.transfer": ("server.transfer", "server.cache", "server.failure", "server.memory"),
     "server.faults": ("server.faults", "server.transfer", "server.cache"),
+    "server.telemetry": ("server.telemetry", "server.transfer", "server.cache", "server.failure"),
     "server.api": (
         "server.api",
         "server.engine.request",
@@ -39,14 +41,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "server.memory",
         "server.threads",
     ),
-    "server.node": (
-        "server.node",
-        "server.engine",
-        "server.transfer",
-        "server.cache",
-        "server.faults",
-        "server.failure",
-    ),
+    "server.node": ("server.node", *SHARED_BY_THE_ROLES),
     "server.doctor": (
         "server.doctor",
         "server.node",
@@ -84,7 +79,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "fastapi": ("server.api",),
     "starlette": ("server.api",),
     "uvicorn": ("server.api", "server.prefill", "server.decode"),
-    "prometheus_client": ("server.api", "server.transfer", "server.prefill", "server.decode"),
+    "prometheus_client": ("server.api", "server.transfer", "server.telemetry", "server.prefill", "server.decode"),
+    "opentelemetry": ("server.telemetry",),
 }
 """Which of our packages may import a third-party one (launchers may import any)."""
 

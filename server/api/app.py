@@ -19,6 +19,7 @@ from server.api.lanes import Lanes
 from server.api.middleware import ApiKey, HeadAsGet, ResponseCount, WholeBody
 from server.api.page import page_router
 from server.api.request_id import RequestId
+from server.api.rooms import rooms_router
 from server.api.streaming import StreamTimes
 from server.api.tokenizing import PromptReader
 from server.engine.request import Backend
@@ -79,6 +80,7 @@ def create_app(
     route_class = bounded_route(lanes.bodies, backend)
     app.include_router(info_router(backend, registry))
     app.include_router(models_router(backend))
+    app.include_router(rooms_router(backend))
     app.include_router(completions_router(backend, reader, route_class))
     app.include_router(chat_router(backend, reader, route_class))
     app.include_router(page_router())

@@ -50,6 +50,7 @@ class RoomMemory:
         if placement is None:
             return False
         req.placement = placement
+        req.record.placed(placement.slot, len(placement.pages))
         self._arena.owners.stamp(placement, key.owner)
         return True
 
