@@ -21,7 +21,7 @@ export class Chat {
 
   show(model) {
     this.model = model;
-    byId("chat").hidden = false;
+    byId("chat").hidden = byId("to-chat").hidden = false;
   }
 
   clear() {

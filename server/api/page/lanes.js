@@ -1,10 +1,13 @@
 // Rooms as bars on one time axis: where each of them is, and where its time went.
 
-import { byId, count, el, short, time } from "./dom.js";
+import { byId, count, el, render, short, time } from "./dom.js";
 import { KINDS, isFailed, kindOf, wordsOf } from "./phases.js";
 
 const WINDOWS_S = [0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600];
 const MAX_LANES = 16;
+const LEAST_RUNNING_S = 10; // the least of the time axis where rooms run
+const BESIDE_RUNNING_S = 9; // rooms that ended so long ago are shown beside those that run
+const LAST_S = 60; // where none runs: rooms that ended so long before the last one
 const SHRINK = 4;
 const N_TICKS = 4;
 
@@ -15,16 +18,19 @@ export class Lanes {
     this.rows = new Map();
     this.records = [];
     this.windowS = WINDOWS_S[0];
-    byId("legend").append(...KINDS.map(([kind, words]) => el("li", {}, el("i", { class: `swatch ${kind}` }), words)));
   }
 
   get anyRuns() { return this.records.some((record) => record.phase !== null); }
 
   /** Takes the newest records; `nowUs` is the node's wall clock. */
   update(list, nowUs) {
-    const newest = [...list.running, ...list.ended].sort((a, b) => b.began_unix_us - a.began_unix_us);
-    this.records = [...list.running, ...newest.filter((record) => record.phase === null)].slice(0, MAX_LANES)
-      .sort((a, b) => b.began_unix_us - a.began_unix_us);
+    const runs = list.running.length > 0;
+    const right = runs ? nowUs : Math.max(...list.ended.map(endOf));
+    const oldest = right - 1e6 * (runs ? BESIDE_RUNNING_S : LAST_S);
+    const ended = list.ended.filter((record) => endOf(record) >= oldest);
+    this.records = [...list.running, ...ended].slice(0, MAX_LANES).sort((a, b) => b.began_unix_us - a.began_unix_us);
+    const kinds = KINDS.filter(([, , onBoth]) => onBoth || list.node === "decode");
+    render(byId("legend"), list.node, () => kinds.map(([kind, words]) => el("li", {}, el("i", { class: `swatch ${kind}` }), words)));
     const lanes = byId("lanes");
     const rows = this.records.map((record) => this.row(record));
     const kept = new Set(rows);
@@ -51,11 +57,10 @@ export class Lanes {
   /** Moves the bars to where they are at `nowUs`. Where nothing runs, time stands at the last end. */
   draw(nowUs) {
     if (!this.records.length) return;
-    const ends = this.records.map((record) => (record.phase === null ? record.began_unix_us + record.total_us : nowUs));
-    const right = Math.max(...ends);
     const runs = this.records.filter((record) => record.phase !== null);
+    const right = runs.length ? nowUs : Math.max(...this.records.map(endOf));
     const first = Math.min(...(runs.length ? runs : this.records).map((record) => record.began_unix_us));
-    const neededS = (1.05 * (right - first)) / 1e6;
+    const neededS = Math.max((1.02 * (right - first)) / 1e6, runs.length ? LEAST_RUNNING_S : 0);
     const fitting = WINDOWS_S.find((s) => s >= neededS) || WINDOWS_S.at(-1);
     if (neededS > this.windowS || fitting * SHRINK <= this.windowS || !runs.length) this.windowS = fitting;
     const left = right - this.windowS * 1e6;
@@ -77,6 +82,8 @@ export class Lanes {
     }));
   }
 }
+
+const endOf = (record) => record.began_unix_us + record.total_us;
 
 class Row {
   constructor(open) {

@@ -39,6 +39,8 @@ async function poll() {
 }
 
 function show(rooms, state) {
+  byId("main").hidden = false;
+  document.body.dataset.node = state.node;
   document.title = `${state.node} · ${info.served_model_name}`;
   setText(byId("role"), `${state.node === "decode" ? "Decode" : "Prefill"} node`);
   const drafts = info.spec_tokens ? `${info.spec_tokens} draft tokens a step` : null;

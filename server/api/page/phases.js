@@ -1,12 +1,13 @@
 // What the phases of a room are, in the words and colours of this page. docs/rooms.md has them all.
 
+/** Kinds of phases, their words, and whether a prefill node has them. */
 export const KINDS = [
-  ["wait", "waits"],
-  ["message", "message on its way"],
-  ["prefill", "prefill"],
-  ["transfer", "transfer"],
-  ["check", "check, first token"],
-  ["decode", "decode"],
+  ["wait", "waits", true],
+  ["message", "read, or message on its way", true],
+  ["prefill", "prefill", true],
+  ["transfer", "transfer", true],
+  ["check", "check, first token", false],
+  ["decode", "decode", false],
 ];
 
 const KIND_OF = {
