@@ -116,7 +116,7 @@ class Answer {
     this.firstAt ??= performance.now();
     this.lastAt = performance.now();
     if (thought) { this.thinking.hidden = false; this.thought.append(thought); }
-    if (content) { this.text += content; this.said.append(content); }
+    if (content) { this.said.append(this.text ? content : content.trimStart()); this.text += content; }
     for (const call of calls ?? []) this.takeCall(call);
     setText(this.proof, `TTFT ${this.ttft}`);
   }

@@ -12,6 +12,7 @@ export function bars(numbers, words, share = false) {
   return el("ul", { class: "bars" }, ...entries.map(([name, n]) => {
     const bar = el("i", { class: "amount" });
     bar.style.width = `${(100 * n) / most}%`;
+    bar.hidden = n === 0;
     const value = share ? `${words(n)} (${Math.round((100 * n) / sum)} %)` : words(n);
     return el("li", {}, el("span", { class: "bar-name" }, name), el("span", { class: "bar-track" }, bar), el("span", { class: "number" }, value));
   }));
@@ -60,13 +61,13 @@ export function showBytes(state) {
     : el("p", { class: "empty" }, `Nothing ${verb} yet.`)));
 }
 
-export function showAcceptLengths(state) {
+export function showAcceptLengths(state, info) {
   byId("accept").hidden = state.node !== "decode";
   const lengths = state.accept_lengths;
-  render(byId("accept-body"), lengths, () => {
+  render(byId("accept-body"), [lengths, info.spec_tokens], () => {
     const entries = Object.entries(lengths).map(([tokens, steps]) => [Number(tokens), steps]);
     const steps = entries.reduce((sum, [, n]) => sum + n, 0);
-    if (!steps) return el("p", { class: "empty" }, "No drafts yet: a decode node drafts with --spec-tokens.");
+    if (!steps) return el("p", { class: "empty" }, info.spec_tokens ? "No step yet." : "This node does not draft: start it with --spec-tokens K.");
     const mean = entries.reduce((sum, [tokens, n]) => sum + tokens * n, 0) / steps;
     const named = Object.fromEntries(entries.map(([tokens, n]) => [plural(tokens, "token"), n]));
     return [bars(named, count, true), el("p", { class: "quiet" }, `${mean.toFixed(2)} tokens a step on average, ${plural(steps, "step")}`)];
@@ -80,16 +81,18 @@ export function showPeers(state, info) {
   render(byId("peers"), [names, [...links.values()], state.peers, info?.local_prefill], () => {
     if (info?.local_prefill) return el("p", { class: "empty" }, "None: this node computes prompts itself (--local-prefill).");
     if (!names.length) return el("p", { class: "empty" }, "No peer has registered yet.");
+    const hasTransport = [...links.values()].some((link) => link.transport);
     const rows = names.map((name) => {
       const link = links.get(name);
       const numbers = moved.get(name);
       const link_state = link ? link.state ?? "registered" : "gone";
       const mark = el("span", { class: `state ${link_state === "registered" ? "good" : "bad"}` }, link_state);
       const reason = link && link.state && link.state !== "registered" ? link.reason : "";
-      return [name, mark, link?.transport ?? "–", bytes(numbers?.nbytes ?? 0), count(numbers?.pieces ?? 0),
+      return [name, mark, ...(hasTransport ? [link?.transport ?? "–"] : []), bytes(numbers?.nbytes ?? 0), count(numbers?.pieces ?? 0),
         numbers?.gb_s ? `${numbers.gb_s.toPrecision(2)} GB/s` : "–", reason];
     });
-    return table([state.node === "decode" ? "Prefill node" : "Decode node", "State", "Transport", "Bytes", "Pieces", "Speed", ""], rows, [3, 4, 5]);
+    const heads = [state.node === "decode" ? "Prefill node" : "Decode node", "State", ...(hasTransport ? ["Transport"] : [])];
+    return table([...heads, "Bytes", "Pieces", "Speed", ""], rows, [0, 1, 2].map((i) => heads.length + i));
   });
 }
 

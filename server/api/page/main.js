@@ -14,7 +14,7 @@ const MOVE_MS = 100;
 const LIMIT = 32;
 
 const room = new RoomView();
-const lanes = new Lanes((record) => room.open(record));
+const lanes = new Lanes((record) => room.open(record, nowUs()));
 const maps = new MemoryMaps();
 const rate = new Rate();
 const chat = new Chat((id) => openRoom(id));
@@ -26,7 +26,7 @@ let lastAnswer = null;
 const nowUs = () => clock.unixUs + 1000 * (performance.now() - clock.at);
 
 async function poll() {
-  if (!info || nPolls % SELDOM === 0) {
+  if (!info || nPolls % SELDOM === 0 || byId("status").dataset.level !== "good") {
     info = await getJson("server_info");
     getJson("ready").then(() => showStatus("good", "ready"), (error) => showStatus("bad", `not ready: ${error.message}`));
   }
@@ -50,7 +50,7 @@ function show(rooms, state) {
   lanes.update(rooms, nowUs());
   maps.update(state, info);
   showBytes(state);
-  showAcceptLengths(state);
+  showAcceptLengths(state, info);
   showPeers(state, info);
   showFailures(state, rooms);
   if (state.node === "decode") chat.show(info.served_model_name);
@@ -58,7 +58,7 @@ function show(rooms, state) {
 
 async function showRoom() {
   try {
-    room.show(await getJson(`rooms/${room.room}`));
+    room.show(await getJson(`rooms/${room.room}`), nowUs());
   } catch (error) {
     if (error.status !== 404) throw error; // it is kept no longer: what is shown stays
   }
@@ -66,7 +66,7 @@ async function showRoom() {
 
 async function openRoom(id) {
   try {
-    room.open(await getJson(`rooms/${encodeURIComponent(id)}`));
+    room.open(await getJson(`rooms/${encodeURIComponent(id)}`), nowUs());
   } catch (error) {
     showStatus("bad", error.message);
   }

@@ -10,11 +10,12 @@ export class RoomView {
     byId("room-close").addEventListener("click", () => this.close());
   }
 
-  open(record) {
+  /** `nowUs` is the node's wall clock. */
+  open(record, nowUs) {
     this.room = record.room;
     this.opener = document.activeElement;
     byId("room").hidden = false;
-    this.show(record);
+    this.show(record, nowUs);
     byId("room-title").focus();
     byId("room").scrollIntoView({ block: "nearest" });
   }
@@ -25,9 +26,9 @@ export class RoomView {
     if (this.opener?.isConnected) this.opener.focus();
   }
 
-  show(record) {
+  show(record, nowUs) {
     setText(byId("room-title"), `Room ${record.room}`);
-    render(byId("room-body"), record, () => [summary(record), phases(record), transfer(record), attempts(record)]);
+    render(byId("room-body"), record, () => [summary(record), phases(record, nowUs), transfer(record), attempts(record)]);
   }
 }
 
@@ -42,15 +43,14 @@ function summary(record) {
   ];
   if (record.node === "decode") facts.push(["Generated", `${count(tokens.generated)} of at most ${plural(tokens.max_new, "token")}`]);
   if (tokens.proposed) facts.push(["Drafts", `${count(tokens.accepted)} of ${count(tokens.proposed)} accepted`]);
-  const list = el("dl", { class: "facts" }, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value ?? "–")]));
+  const list = el("dl", { class: "facts" }, ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value ?? "–"))));
   if (!isFailed(record)) return list;
   const { code, component, reason } = record.failure;
   return el("div", {}, el("p", { class: "bad" }, `${code}${component ? ` (${component})` : ""}: ${reason}`), list);
 }
 
-function phases(record) {
-  const last = record.phases.at(-1);
-  const total = record.total_us ?? (last ? Math.max(last.end_us ?? last.start_us, 1) : 1);
+function phases(record, nowUs) {
+  const total = Math.max(1, record.total_us ?? nowUs - record.began_unix_us);
   const retried = record.phases.some((phase) => phase.attempt > 1);
   let isAfterFirst = false;
   const rows = record.phases.map((phase) => {
