@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from server.cache.allocator import Allocator
 from server.cache.arena import TORCH_DTYPES, Arena
@@ -80,6 +80,7 @@ def build_resources(
 
     Raises one of :data:`server.node.run.STARTUP_ERRORS`.
     """
+    disable_created_metrics()  # a second line for every counter, which nobody reads
     faults, deadlines = FaultSet.parse(options.faults, role), parse_deadlines(options.deadlines)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CheckpointError("--device cuda: torch sees no CUDA device")

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from prometheus_client import CollectorRegistry, Counter
 
 from server.telemetry.record import Phase, RoomRecord
-from server.telemetry.rooms import DECODE, RoomRecorder
+from server.telemetry.rooms import RoomRecorder
 from server.telemetry.trace_context import TraceSpan
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class SpanMaker:
         self._kept.spans = []
         self._ids.given = room_span
         span = self._tracer.start_span(
-            "request" if record.node == DECODE else "prefill",
+            "request",
             context=_caller(room_span),
             kind=SpanKind.SERVER,
             attributes=_attributes(record),

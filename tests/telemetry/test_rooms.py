@@ -103,12 +103,8 @@ def test_a_second_attempt_goes_on_in_the_same_record(clock: Clock) -> None:
     kept.end(record, "stop", 103.0)
     read = record.read()
     assert_whole(read)
-    assert [(p.name, p.attempt) for p in read.phases][:4] == [
-        ("receive", 1),
-        ("queue", 1),
-        ("reserve", 1),
-        ("queue", 2),
-    ]
+    names = [(p.name, p.attempt) for p in read.phases]
+    assert names[:4] == [("receive", 1), ("queue", 1), ("reserve", 1), ("queue", 2)]
     assert {p.attempt for p in read.phases[4:]} == {2}
     assert [a.failure and a.failure.code for a in read.attempts] == ["peer_lost", None]
 
