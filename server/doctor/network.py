@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -72,9 +73,11 @@ def addresses(plan: NodePlan) -> Iterator[Finding]:
 def ports(plan: NodePlan) -> Iterator[Finding]:
     """Whether the node could listen now; the ports are free again afterwards. Raises :class:`PortError`."""
     host = plan.options.host
-    for port in plan.ports:
-        with take_port(host, port.number, port.option):
-            yield ok("port", f"{join_address(host, port.number)} is free ({port.option})")
+    with contextlib.ExitStack() as taken:  # all at once: two that are one number are found out
+        for port in plan.ports:
+            taken.enter_context(take_port(host, port.number, port.option))
+            where = join_address(host, port.number) if port.number else f"a port of {host}"
+            yield ok("port", f"{where} is free ({port.option})")
 
 
 def peers(plan: NodePlan) -> Iterator[Finding]:

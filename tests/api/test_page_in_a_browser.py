@@ -205,6 +205,37 @@ def test_reasoning_and_tool_calls_are_shown_apart(tab: Tab, tokenizer: Tokenizer
 
 
 @pytest.mark.full
+def test_numbers_have_three_digits_and_a_unit(tab: Tab, tokenizer: Tokenizer) -> None:
+    expected = {
+        "time(0)": "0 µs",
+        "time(999)": "999 µs",
+        "time(1000)": "1.00 ms",
+        "time(999499)": "999 ms",
+        "time(999500)": "1.00 s",
+        "time(99940000)": "99.9 s",
+        "time(150000000)": "150 s",
+        "time(600000000)": "10 min",
+        "time(null)": "–",
+        "bytes(0)": "0 B",
+        "bytes(999)": "999 B",
+        "bytes(1000)": "1.00 kB",
+        "bytes(33792)": "33.8 kB",
+        "bytes(123456789)": "123 MB",
+        "count(1234)": "1,234",
+        "count(1234567)": "1.23 M",
+        "plural(1, 'token')": "1 token",
+        "median([3, 1, 2])": 2,
+        "median([])": None,
+    }
+    with serve(PageBackend(tokenizer, empty=True)) as url:
+        tab.go(f"{url}/")
+        found = tab.run(
+            f"import('/page/dom.js').then(({{ time, bytes, count, plural, median }}) => [{', '.join(expected)}])"
+        )
+    assert dict(zip(expected, found, strict=True)) == expected
+
+
+@pytest.mark.full
 def test_the_page_fits_a_phone(tab: Tab, tokenizer: Tokenizer, tmp_path: Path) -> None:
     with serve(PageBackend(tokenizer)) as url:
         tab.size(390, 844, dark=True)

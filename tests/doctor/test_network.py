@@ -33,6 +33,13 @@ def test_a_taken_port_is_named_and_a_free_one_stays_free() -> None:
     assert levels(found_by(network.ports, plan)) == [Level.OK]
 
 
+def test_one_number_for_two_ports_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        number = free.getsockname()[1]
+    plan = plan_of(ports=(Port("--port", number), Port("--bootstrap-port", number)))
+    assert f"--bootstrap-port {number} is in use" in only_error(found_by(network.ports, plan))
+
+
 def test_a_key_file_that_others_can_read_is_an_error(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("k" * 64)

@@ -57,7 +57,7 @@ export function time(us) {
   if (us < 1000) return `${us} µs`;
   if (us < 999500) return `${(us / 1000).toPrecision(3)} ms`;
   const s = us / 1e6;
-  if (s < 100) return `${s.toPrecision(3)} s`;
+  if (s < 600) return s < 100 ? `${s.toPrecision(3)} s` : `${Math.round(s)} s`;
   return s < 7200 ? `${Math.round(s / 60)} min` : `${(s / 3600).toFixed(1)} h`;
 }
 

@@ -74,8 +74,7 @@ export class Lanes {
     if (axis.dataset.key === key) return;
     axis.dataset.key = key;
     axis.replaceChildren(...Array.from({ length: N_TICKS + 1 }, (_, i) => {
-      const us = this.windowS * 1e6 * (1 - i / N_TICKS);
-      const words = i === N_TICKS ? (runs ? "now" : "last end") : `−${time(us).replace(/\.?0+ /, " ")}`;
+      const words = i === N_TICKS ? (runs ? "now" : "last end") : `−${plainTime(this.windowS * (1 - i / N_TICKS))}`;
       const tick = el("span", {}, words);
       tick.style.left = `${(100 * i) / N_TICKS}%`;
       return tick;
@@ -83,6 +82,7 @@ export class Lanes {
   }
 }
 
+const plainTime = (s) => (s < 1 ? `${Math.round(1000 * s)} ms` : s < 120 ? `${+s.toFixed(2)} s` : `${+(s / 60).toFixed(1)} min`);
 const endOf = (record) => record.began_unix_us + record.total_us;
 
 class Row {

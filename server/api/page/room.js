@@ -8,6 +8,9 @@ export class RoomView {
   constructor() {
     this.room = null;
     byId("room-close").addEventListener("click", () => this.close());
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && this.room !== null && !byId("key").open) this.close();
+    });
   }
 
   /** `nowUs` is the node's wall clock. */
