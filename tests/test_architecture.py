@@ -42,6 +42,16 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "server.threads",
     ),
     "server.node": ("server.node", *SHARED_BY_THE_ROLES),
+    "server.doctor": (
+        "server.doctor",
+        "server.node",
+        "server.engine",
+        "server.kernels",
+        "server.model",
+        "server.transfer",
+        "server.cache",
+        "server.faults.spec",
+    ),
     "server.prefill": ("server.prefill", *SHARED_BY_THE_ROLES),
     "server.decode": ("server.decode", *SHARED_BY_THE_ROLES),
 }
@@ -77,6 +87,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
 FAULTS_KNOWN_TO = {
     "server.node.build": {"server.faults.injection", "server.faults.spec"},
     "server.node.run": {"server.faults.spec"},
+    "server.doctor.network": {"server.faults.spec"},
     "server.node.context": {"server.faults.hooks"},
     "server.prefill.bootstrap_socket": {"server.faults.hooks"},
     "server.prefill.request": {"server.faults.hooks"},
