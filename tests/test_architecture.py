@@ -35,6 +35,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.telemetry": ("server.telemetry", "server.transfer", "server.cache", "server.failure"),
     "server.api": (
         "server.api",
+        "server.engine.grammar",
         "server.engine.request",
         "server.engine.tokenizer_process",
         "server.failure",
