@@ -14,6 +14,7 @@ from server.api.errors import InvalidRequest
 from server.api.fields import ignored_fields, ignored_header
 from server.api.prompt_logprobs import vllm_entries
 from server.api.requests import check_request, serve
+from server.api.rules import read_rules
 from server.api.schemas import ChatCompletionRequest
 from server.api.streaming import WHOLE_OR_STREAMED, until_disconnect
 from server.api.tokenizing import PromptReader
@@ -31,6 +32,7 @@ def chat_router(backend: Backend, reader: PromptReader, route_class: type[APIRou
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation, spelt by the model directory's own chat template."""
         rooms = check_request(backend, body, 1)
+        rules = await until_disconnect(request.receive, read_rules(reader, body))
         ignored = [*body.ignored, *check_template(body, backend.tokenizer)]
         chat = reader.read_chat(
             [message.for_template() for message in body.messages],
@@ -40,7 +42,7 @@ def chat_router(backend: Backend, reader: PromptReader, route_class: type[APIRou
         )
         prompts = [await until_disconnect(request.receive, chat)]
         writer = ChatWriter(backend, prompts, n_prompt_logprobs=body.prompt_logprobs)
-        response = await serve(request, backend, body, prompts, rooms, writer, prompt_field="messages")
+        response = await serve(request, backend, body, prompts, rooms, writer, rules, prompt_field="messages")
         response.headers.update(ignored_header(ignored))
         return response
 
