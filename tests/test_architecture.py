@@ -37,6 +37,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "server.api",
         "server.engine.grammar",
         "server.engine.request",
+        "server.engine.prompt_logprobs",
+        "server.engine.detokenizer",
         "server.engine.tokenizer_process",
         "server.failure",
         "server.memory",

@@ -64,6 +64,7 @@ def create_app(
         responses={"4XX": {"description": "The request's fault"}, "5XX": {"description": "The server's fault"}},
     )
     app.state.stream_times = stream_times
+    app.state.answers_lane = lanes.answers
     install_error_handlers(app)
     app.add_middleware(WholeBody)
     if api_key is not None:

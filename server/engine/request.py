@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from server.engine.grammar import Grammar
+from server.engine.prompt_logprobs import PromptLogprobs
 
 if TYPE_CHECKING:
     from server.engine.grammar_compiler import GrammarCompiler
@@ -42,6 +43,8 @@ class SamplingParams:
     prompt too. ``min_p`` cuts off tokens with less than this part of the largest probability. ``logit_bias`` are token
     ids with what is added to their logits. None of ``bad_words`` (token ids) is ever completed by the answer.
     ``allowed_token_ids`` None means all. The whole answer matches ``grammar``. See ``docs/sampling.md``.
+
+    ``prompt_logprobs`` is as ``logprobs``, of the prompt's own tokens. ``max_tokens`` 0: nothing but those is wanted.
     """
 
     max_tokens: int = DEFAULT_MAX_TOKENS
@@ -62,6 +65,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     for each of ``token_ids``, and with the last output all that are left. ``completes_prompt``: the text begins with a
     character that the prompt had left unfinished, and takes the place of the U+FFFD that the prompt's text ends with.
     Of ``n_proposed`` drafted tokens of the step ``n_accepted`` stood and were given out beside the step's own one (both
-    0 without speculation).
+    0 without speculation). ``prompt_logprobs``, if they were asked for, come with the first output.
     """
 
     token_ids: tuple[int, ...]
@@ -130,6 +134,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     n_proposed: int = 0
     n_accepted: int = 0
     completes_prompt: bool = False
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True)
