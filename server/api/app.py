@@ -90,6 +90,6 @@ def create_app(
     app.include_router(page_router())
     for route in app.routes:
         if isinstance(route, APIRoute):
-            for status in (200, *sorted({*STATUS.values()})) if "POST" in route.methods else (200,):
+            for status in (200, *sorted({*STATUS.values()})) if "POST" in (route.methods or ()) else (200,):
                 responses.labels(route=route.path, status=int(status))
     return app
