@@ -33,6 +33,7 @@ class PageBackend(FakeBackend):
     def __init__(self, tokenizer: Tokenizer, role: str = "decode", *, empty: bool = False) -> None:
         super().__init__(tokenizer, role)
         self.empty = empty
+        self.model_name = rooms.HOSTILE
         self.script.answer = f"{rooms.HOSTILE} 42 äpfel 🦊"
 
     def server_info(self) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def test_texts_stay_texts_and_the_chat_box_streams(tab: Tab, tokenizer: Tokenize
         proof = tab.text(".proof")
         assert "prefill 10.0.0.1:8998" in proof
         assert f"room {backend.first_room}" in proof
-        for section in ("peers", "failures"):
+        for section in ("model", "peers", "failures"):
             assert rooms.HOSTILE in tab.text(f"#{section}")
         assert_nothing_ran(tab)
         assert tab.troubles == []
