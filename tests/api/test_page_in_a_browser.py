@@ -191,14 +191,19 @@ def test_reasoning_and_tool_calls_are_shown_apart(tab: Tab, tokenizer: Tokenizer
         {"tool_calls": [{"index": 0, "function": {"arguments": '{"a": 3}'}}]},
     ]
     events = "".join(f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}\n\n" for delta in deltas)
+    events += "data: [DONE]\n\n"
     with serve(PageBackend(tokenizer)) as url:
         tab.go(f"{url}/")
         tab.until(LOADED)
-        body = json.dumps(events + "data: [DONE]\n\n")
-        tab.run(f"{{const real = fetch; window.fetch = (path, o) => path.includes('chat') ? "
-                f"Promise.resolve(new Response({body})) : real(path, o);}}")  # fmt: skip
+        tab.run(f"window.answer = {json.dumps(events)}; window.real = fetch; undefined")
+        tab.run(
+            "window.fetch = (path, options) => !path.includes('chat') ? real(path, options)"
+            " : Promise.resolve(new Response((window.asked = options.body, answer))); undefined"
+        )
+        tab.run("document.querySelector('#chat-think').click()")
         ask(tab, "What is 3 + 4 ?")
         tab.until("document.querySelector('#chat-stop').disabled && document.querySelector('.call')")
+        assert json.loads(tab.run("asked"))["thinking"] == {"type": "enabled"}
         assert tab.text(".thought-text") == f"3 {rooms.HOSTILE}"
         assert tab.text(".said-text") == "It is 7."
         assert tab.text(".call") == 'calculator({"a": 3})'

@@ -57,6 +57,7 @@ export class Chat {
       model: this.model, messages: this.messages, stream: true, stream_options: { include_usage: true },
       max_tokens: Number(byId("chat-tokens").value) || 64, temperature: Number(byId("chat-temperature").value) || 0,
     };
+    if (byId("chat-think").checked) body.thinking = { type: "enabled" };
     const reply = await request("v1/chat/completions", {
       method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal: this.running.signal,
     });
