@@ -19,7 +19,8 @@ from server.node.context import NodeSettings
 class Manager:
     """Notes events; fails on one whose key is ``bad``."""
 
-    records = request_metrics = Mock()
+    records: Any = Mock()
+    request_metrics: Any = Mock()
 
     def __init__(self) -> None:
         self.seen: list[object] = []
