@@ -18,6 +18,7 @@ from server.api.errors import install_error_handlers
 from server.api.info import info_router, models_router
 from server.api.lanes import Lanes
 from server.api.middleware import ApiKey, HeadAsGet, ResponseCount, WholeBody, response_counter
+from server.api.page import page_router
 from server.api.request_id import RequestId
 from server.api.rooms import rooms_router
 from server.api.status import STATUS
@@ -63,6 +64,7 @@ def create_app(
         responses={"4XX": {"description": "The request's fault"}, "5XX": {"description": "The server's fault"}},
     )
     app.state.stream_times = stream_times
+    app.state.answers_lane = lanes.answers
     install_error_handlers(app)
     app.add_middleware(WholeBody)
     if api_key is not None:
@@ -85,6 +87,7 @@ def create_app(
     app.include_router(rooms_router(backend))
     app.include_router(completions_router(backend, reader, route_class))
     app.include_router(chat_router(backend, reader, route_class))
+    app.include_router(page_router())
     for route in app.routes:
         if isinstance(route, APIRoute):
             for status in (200, *sorted({*STATUS.values()})) if "POST" in (route.methods or ()) else (200,):

@@ -9,9 +9,12 @@ from prometheus_client import CollectorRegistry, Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.errors import CLIENT_CLOSED_REQUEST, error_body, error_response
+from server.api.page import PAGE_PATHS
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""For probes and scrapers, which seldom have keys. They show states and counts, nothing that a client has sent."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"}) | PAGE_PATHS
+"""For probes and scrapers, which seldom have keys, and the files of the page, which asks for the key. They show states
+and counts, nothing that a client has sent.
+"""
 UNSENT_STATUS = "unsent_status"
 """In the request's ``state``: how it ended, where the application did not answer it."""
 

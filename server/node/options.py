@@ -259,6 +259,14 @@ class NodeOptions:
     faults: tuple[str, ...] = option(
         TESTING, "inject a fault, e.g. drop:swa (repeatable)", default=(), flag="--fault", metavar="NAME:ARG"
     )
+    doctor: str | None = option(
+        TESTING,
+        "start nothing: look whether a node with these options would work on this machine, and say what to do where "
+        "not; exit code 0 or 1",
+        nargs="?",
+        const="text",
+        choices=("text", "json"),
+    )
     log_level: str = option(TESTING, "verbosity", default="info", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
