@@ -42,6 +42,7 @@ from server.decode.verify import Evidence, Expected, verify
 from server.engine.prompt_logprobs import row_nbytes
 from server.failure import Failure, FailureKind, internal_error
 from server.node.context import NodeContext
+from server.telemetry.record import PhaseName
 from server.threads import Threads
 from server.transfer.checks import Check
 from server.transfer.parts import PartsReceived
@@ -65,6 +66,13 @@ log = logging.getLogger(__name__)
 
 _REMEMBERED_COMMITS = 4096
 _UNKNOWN = "this decode node does not know the room"
+_RECORDED_PHASES = {
+    DecodePhase.QUEUED: PhaseName.PREFILL_QUEUE,
+    DecodePhase.PREFILL: PhaseName.PREFILL,
+    DecodePhase.TRANSFER: PhaseName.TRANSFER,
+    DecodePhase.VERIFY: PhaseName.VERIFY,
+    DecodePhase.COMMITTED: PhaseName.FIRST_TOKEN,
+}
 CHECKED_AT_ONCE_NBYTES = 1 << 20
 """A state of up to this size is checked in the event loop, which takes less time than the way to a thread and back."""
 _VERIFIERS = 4
@@ -197,6 +205,7 @@ class DecodeRoomManager:
             components=components,
             request=asked,
             silence_s=min(deadlines.queued_s, deadlines.prefill_s, deadlines.transfer_s),
+            traceparent=req.record.traceparent,
         )
         n_top = req.sampling.prompt_logprobs
         n = len(req.request.prompt_ids)
@@ -211,11 +220,12 @@ class DecodeRoomManager:
         room = req.room
         if room is None:
             return
-        phase = room.phase
+        phase, now = room.phase, self._clock()
         try:
-            actions = room.handle(event, self._clock())
+            actions = room.handle(event, now)
             if room.phase is not phase:
                 self._hooks.entered(room.phase)
+                _note_phase(req, room, event, now)
         except Exception as error:
             log.exception("%s failed on %s", req.key, type(event).__name__)
             self._fail(req, room, event, error)
@@ -228,7 +238,9 @@ class DecodeRoomManager:
                 self._fail(req, room, action, error)
 
     def _fail(self, req: DecodeRequest, room: DecodeRoom, at: DecodeEvent | DecodeAction, error: Exception) -> None:
-        if room.active and not isinstance(at, GivenUp):
+        if isinstance(at, Verify):  # the room waits for a proof before it frees anything
+            self._checked(req, _unchecked(error))
+        elif room.active and not isinstance(at, GivenUp):
             self.step(req, GivenUp(internal_error("decode", error)))
         else:
             self._on_broken(req, error)
@@ -243,8 +255,8 @@ class DecodeRoomManager:
                 self._hooks.received(req.key, expected.n, expected.placement, partial(self._check, req, evidence))
             case Commit():
                 self._on_action(req, action)  # first of all: the engine can begin
-                done = action.done
-                self._metrics.transferred({sent.component: sent.nbytes for sent in done.sent}, done.pieces)
+                if req.link is not None:
+                    self._metrics.transferred(req.link.address, action.done)
             case FailClient() | Free():
                 self._on_action(req, action)
             case FencePeer():
@@ -286,6 +298,15 @@ class DecodeRoomManager:
             self._committed[key] = None
             while len(self._committed) > _REMEMBERED_COMMITS:
                 self._committed.popitem(last=False)
+
+
+def _note_phase(req: DecodeRequest, room: DecodeRoom, event: DecodeEvent, now: float) -> None:
+    """A room has entered another phase: so does its record."""
+    if isinstance(event, Done):
+        req.record.join(event.timings, now)
+    name = _RECORDED_PHASES.get(room.phase)
+    if name is not None:
+        req.record.enter(name, now)
 
 
 def _proof(req: DecodeRequest, evidence: Evidence) -> Proof:

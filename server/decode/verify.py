@@ -10,7 +10,7 @@ from server.cache.digest import StateDigests
 from server.cache.handoff import HandoffHead, packed_prompt_hash, read_head
 from server.cache.layout import Placement
 from server.cache.live import live_positions
-from server.cache.owners import LiveItem, WrongOwner
+from server.cache.owners import LiveItems, WrongOwner
 from server.cache.specs import HANDOFF, LayoutError
 from server.decode.room import Proof
 from server.engine.request import TokenLogprob
@@ -37,7 +37,7 @@ class Expected:
     prompt_hash: bytes
     live: dict[str, range]
     nbytes: dict[str, int]
-    items: list[LiveItem]
+    items: list[LiveItems]
     digests: StateDigests
 
     @property

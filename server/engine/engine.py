@@ -315,7 +315,7 @@ class Engine(threading.Thread):
             self._finish(sequence, FinishReason.LENGTH)
             return
         if self._spec_tokens:
-            sequence.draft = DraftState(streams[None])
+            sequence.draft = DraftState.after_prompt(streams)
         self._append(sequence, choices)
 
     def _hand_over(self, sequence: Sequence, command: Prefill, first: TokenLogprob, streams: torch.Tensor) -> None:

@@ -17,8 +17,8 @@ class NodeGeneration:
     """One request's answer. All methods run in the event loop; ``on_abort`` is called once, on the first ``abort``.
 
     What comes goes straight to the listener (:meth:`listen`), in the call that brings it; until there is one it is kept
-    here. ``on_end`` is called once, at the end, with the finish reason or the code of the failure. Failures get
-    ``room``.
+    here. ``on_end`` is called once, at the end, with the finish reason, or with the code of a failure and the failure.
+    Failures get ``room``.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class NodeGeneration:
         on_abort: Callable[[], None],
         *,
         room: int | None = None,
-        on_end: Callable[[str], None] | None = None,
+        on_end: Callable[[str, Failure | None], None] | None = None,
     ) -> None:
         self._on_abort = on_abort
         self._on_end = on_end
@@ -100,11 +100,11 @@ class NodeGeneration:
             if failure.room is None:
                 failure.room = self._room
             self._failure = failure
-            self._end(failure.code)
+            self._end(failure.code, failure.failure)
             self._on_item(failure)
 
-    def _end(self, outcome: str) -> None:
+    def _end(self, outcome: str, failure: Failure | None = None) -> None:
         self.ended = True
         self._routed.set()
         if self._on_end is not None:
-            self._on_end(outcome)
+            self._on_end(outcome, failure)

@@ -88,12 +88,17 @@ class RoutedRoom:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to continue. ``request_id`` names it in logs; ``routed`` is the room that a router chose."""
+    """One prompt to continue. ``request_id`` names it in logs; ``routed`` is the room that a router chose.
+
+    It came over HTTP at ``arrived_at`` (by ``time.monotonic``), for the span that its header ``traceparent`` named.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     routed: RoutedRoom | None = None
+    arrived_at: float | None = None
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True)
@@ -219,6 +224,18 @@ class Backend(Protocol):
     async def ready(self) -> tuple[bool, str]: ...
 
     def server_info(self) -> dict[str, Any]: ...
+
+    def rooms(self, limit: int) -> Any:
+        """The records of requests, as ``GET /rooms`` answers them; at most ``limit`` of each kind."""
+        ...
+
+    def room(self, room: int) -> Any:
+        """The newest record of ``room``, as ``GET /rooms/{room}`` answers it, or None."""
+        ...
+
+    def state(self) -> Any:
+        """What ``GET /state`` answers."""
+        ...
 
     def load(self) -> dict[str, int]:
         """What routers ask for: ``num_reqs`` under way, ``num_waiting_reqs`` of them waiting, ``num_tokens`` held."""

@@ -147,7 +147,6 @@ STRUCTURES = (
 )  # fmt: skip
 
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "kernels_version": (c_int32, []),
     "kernels_sizeof": (c_int64, [c_char_p]),
     "kernels_packed_nbytes": (c_int64, [c_int32, c_int32, c_int32]),
     "kernels_pack": (None, [c_void_p, c_int32, c_int32, c_int32, c_void_p, POINTER(Matrix)]),

@@ -180,7 +180,7 @@ class KernelModel:
 _WORDS = {
     abi.Status.BAD_TOKEN: "token id {token} is not one of the vocabulary's {vocab}",
     abi.Status.BAD_POSITION: "position {position} cannot be computed",
-    abi.Status.BAD_SLOT: "slot {slot} is none of the arena's",
-    abi.Status.BAD_PAGE: "position {position}: one of the pages {pages} is none of the arena's",
+    abi.Status.BAD_SLOT: "slot {slot} is none of the arena's for requests",
+    abi.Status.BAD_PAGE: "position {position}: one of the pages {pages} is none of the arena's for requests",
     abi.Status.BAD_SEGMENT: "position {position} does not follow from its segment",
 }

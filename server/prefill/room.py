@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from server.engine.prompt_logprobs import row_nbytes
@@ -83,11 +85,14 @@ class EngineIdle:
 
 @dataclass(frozen=True)
 class Pushed:
-    """The node handed a batch to the sender (``batch_id`` None: there was nothing to write). ``last`` with the tail."""
+    """The node handed a batch to the sender (``batch_id`` None: there was nothing to write). ``last`` with the tail.
+
+    ``pieces`` are counted by component.
+    """
 
     batch_id: int | None
     rows: tuple[Rows, ...]
-    n_pieces: int
+    pieces: Mapping[str, int]
     last: bool
 
 
@@ -193,8 +198,11 @@ class PrefillRoom:
         self._batches: set[int] = set()
         self._tail_pushed = False
         self._writes_ended = True
-        self._n_pieces = 0
+        self._pieces: Counter[str] = Counter()
         self._sent: dict[str, Rows] = {}
+        self._n_chunks = 0
+        self._received_at = now
+        self._writing_s, self._writing_since = 0.0, now
         n_top = reserve.request.sampling.prompt_logprobs
         self._parts = None if n_top is None else PartsToSend(row_nbytes(n_top), first=1)
         """The prompt's log probabilities, if the decode node wants them."""
@@ -284,6 +292,7 @@ class PrefillRoom:
         if self.phase is not PrefillPhase.PREFILL:
             return []
         self._n_computed, self._alive = n_computed, now
+        self._n_chunks += 1
         return [PushPages(n_computed), self._progress(now)]
 
     def _on_scored(self, rows: bytes, now: float) -> list[PrefillAction]:
@@ -315,6 +324,7 @@ class PrefillRoom:
         if self.phase is not PrefillPhase.PREFILL:
             return self._settle(now)
         self._computed, self._n_computed = computed, self.n_tokens
+        self._n_chunks += 1
         self._enter(PrefillPhase.TRANSFER, now)
         self._reported = now - self._progress_s  # due at the next tick: most transfers are over by then
         return [PushTail()]
@@ -327,8 +337,9 @@ class PrefillRoom:
 
     def _on_pushed(self, pushed: Pushed, now: float) -> list[PrefillAction]:
         if pushed.batch_id is not None:
+            self._writing_since = self._writing_since if self._batches else now
             self._batches.add(pushed.batch_id)
-        self._n_pieces += pushed.n_pieces
+        self._pieces.update(pushed.pieces)
         self._tail_pushed = self._tail_pushed or pushed.last
         for rows in pushed.rows:
             before = self._sent.get(rows.component)
@@ -341,6 +352,8 @@ class PrefillRoom:
         if ended.batch_id not in self._batches:
             return []
         self._batches.discard(ended.batch_id)
+        if not self._batches:
+            self._writing_s += now - self._writing_since
         self._writes_ended = ended.quiesced  # of all batches: the last result decides
         self._alive = now
         if ended.failure is not None and self.active:
@@ -369,12 +382,16 @@ class PrefillRoom:
                 Sent(name, rows.start, rows.stop, rows.nbytes, computed.digests[name])
                 for name, rows in self._sent.items()
             ),
-            pieces=self._n_pieces,
+            pieces=dict(self._pieces),
             timings=Timings(
+                received_at=self._received_at,
                 queued_s=self.phase_s["queued"],
-                prefill_s=computed.prefill_s,
-                digest_s=computed.digest_s,
+                prefill_s=self.phase_s["prefill"],
                 transfer_s=self.phase_s["transfer"],
+                compute_s=computed.prefill_s,
+                digest_s=computed.digest_s,
+                writing_s=self._writing_s,
+                chunks=self._n_chunks,
             ),
             prompt_logprobs=None if parts is None else SentPromptLogprobs(parts.stop - 1, parts.digest),
         )

@@ -35,6 +35,9 @@ HEADER_NBYTES = len(_PREFIX) + 8
 RoomId = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
 Reason = Annotated[str, Meta(max_length=1000)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
+ClockReading = Annotated[float, Meta(ge=0.0, le=1e12)]
+TraceParent = Annotated[str, Meta(max_length=55, pattern="^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")]
+"""The W3C header of this name."""
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenBias = tuple[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]]
 BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=1024)]
@@ -257,6 +260,7 @@ class Reserve(RoomMessage, frozen=True, tag="Reserve"):
 
     ``slot`` and ``pages`` are D's memory, page ``j`` for positions ``j * page_size ..``, just enough for the prompt.
     ``components`` are the names D wants. ``silence_s``: D gives the room up after this long without a sign of life.
+    ``traceparent`` is the span of D's that P's part belongs to, if the request is traced.
     """
 
     slot: Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -264,6 +268,7 @@ class Reserve(RoomMessage, frozen=True, tag="Reserve"):
     components: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]
     request: RoomRequest | RoutedRequest
     silence_s: Seconds
+    traceparent: TraceParent | None = None
 
 
 class Reserved(RoomMessage, frozen=True, tag="Reserved"):
@@ -315,24 +320,34 @@ class Sent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where P's time went, in seconds."""
+    """Where P's time went, in seconds of its clock.
 
+    ``received_at`` it got the ``Reserve``. From then until it sent ``Done`` there are three phases that touch each
+    other: ``queued_s``, ``prefill_s`` and ``transfer_s``. Of the second one the engine computed for ``compute_s``, in
+    ``chunks`` steps, and took digests for ``digest_s``. ``writing_s`` is how long a batch of pieces was under way.
+    """
+
+    received_at: ClockReading
     queued_s: Seconds
     prefill_s: Seconds
-    digest_s: Seconds
     transfer_s: Seconds
+    compute_s: Seconds
+    digest_s: Seconds
+    writing_s: Seconds
+    chunks: Count
 
 
 class Done(RoomMessage, frozen=True, tag="Done"):
     """P -> D, only after every piece ended applied and every ``PromptLogprobsPart`` was answered, and again until
     answered.
 
-    ``n`` prompt tokens, ``sent`` one entry per component.
+    ``n`` prompt tokens, ``sent`` one entry per component. ``pieces`` are contiguous writes by component, or ``pages``
+    where several components of whole pages are written at once.
     """
 
     n: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     sent: Annotated[tuple[Sent, ...], Meta(min_length=1, max_length=64)]
-    pieces: Count
+    pieces: Annotated[dict[Name, Count], Meta(max_length=65)]
     timings: Timings
     prompt_logprobs: SentPromptLogprobs | None = None
 

@@ -25,6 +25,7 @@ from server.failure import Failure, RequestFailed
 from tests.support.fake_scores import rows_of
 
 ANSWER = "Tom has 42 äpfel 🦊"
+KEPT_ROOM = 2**63 - 1
 
 
 @dataclass
@@ -162,6 +163,15 @@ class FakeBackend:
 
     def server_info(self) -> dict[str, Any]:
         return {"model_path": "/models/tiny", "architectures": ["DeepseekV4ForCausalLM"], "pages": 64}
+
+    def rooms(self, limit: int) -> dict[str, Any]:
+        return {"node": self.role, "limit": limit}
+
+    def room(self, room: int) -> dict[str, Any] | None:
+        return {"room": str(room)} if room == KEPT_ROOM else None
+
+    def state(self) -> dict[str, Any]:
+        return {"node": self.role}
 
     def load(self) -> dict[str, int]:
         return {"num_reqs": len(self.generations), "num_waiting_reqs": 0, "num_tokens": 512}

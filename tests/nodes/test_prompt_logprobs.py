@@ -104,7 +104,7 @@ async def test_without_an_answer_nothing_but_the_hand_off_row_is_sent(monkeypatc
         assert (output.token_ids, output.finish_reason, output.prompt_logprobs) == ((), "length", None)
         [done] = [message for message in said if isinstance(message, Done)]
         assert [sent.component for sent in done.sent] == ["handoff"]
-        assert done.pieces == 1
+        assert done.pieces == {"handoff": 1}
         assert held == [1]
         await assert_works_again(p, d)
 

@@ -120,7 +120,6 @@ enum Status : int32_t {
     INTERNAL = 8
 };
 
-int32_t kernels_version();                                  // goes into the manifest with the name
 int64_t kernels_sizeof(const char* structure);              // -1: unknown name
 int64_t kernels_packed_nbytes(int32_t out, int32_t in, int32_t dtype);
 void kernels_pack(const void* weight, int32_t out, int32_t in, int32_t dtype, void* packed, Matrix* made);
