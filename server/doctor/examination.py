@@ -26,17 +26,15 @@ class Check:
 
 CHECKS = (
     Check("packages", machine.packages),
-    Check("torch", child.torch, child.TIMEOUT_S + 5),
     Check("libraries", machine.libraries),
     Check("compiler", machine.compiler),
-    Check("kernels", child.kernels, child.TIMEOUT_S + 5),
     Check("open files", machine.open_files),
     Check("options", network.options),
     Check("keys", network.keys),
     Check("addresses", network.addresses),
     Check("ports", network.ports),
     Check("checkpoint", checkpoint.files, 60.0),
-    Check("tensors", child.tensors, child.TIMEOUT_S + 5),
+    Check("torch", child.compute, 3 * child.TIMEOUT_S + 5),
     Check("tokenizer", checkpoint.tokenizer, 60.0),
     Check("memory", memory.memory, 60.0),
     Check("mooncake", machine.mooncake),

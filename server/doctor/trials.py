@@ -1,5 +1,5 @@
-"""``python -m server.doctor.trials NAME``: one trial with native code. Reads its request as JSON from standard input,
-writes findings to standard output.
+"""``python -m server.doctor.trials NAME ...``: trials with native code. Reads what they are about as JSON from standard
+input, and writes a line with the finding of each to standard output.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from server.doctor.findings import Finding, error, ok, warning
+from server.doctor.memory import size
+from server.node.checks import check_model
 
 TRANSFER_NBYTES = 1 << 20
 TRANSFER_S = 20.0
@@ -30,10 +32,10 @@ def try_torch(request: dict[str, Any]) -> Finding:
         return ok(subject, words)
     if not torch.cuda.is_available():
         return error(subject, f"{words}: torch sees no CUDA device; install its CUDA build, or give --device cpu")
-    free, total = torch.cuda.mem_get_info()
-    words = f"{words} ({torch.cuda.get_device_name()}), {free >> 20:,} of {total >> 20:,} MiB free"
-    if request["needed"] > free:
-        return error(subject, f"{words}, {request['needed'] >> 20:,} MiB needed: give fewer --pages or --slots")
+    free, _ = torch.cuda.mem_get_info()
+    words = f"{words} ({torch.cuda.get_device_name()}), {size(free)} free"
+    if request["device_nbytes"] > free:
+        return error(subject, f"{words}, {size(request['device_nbytes'])} needed: give fewer --pages or --slots")
     return ok(subject, words)
 
 
@@ -48,9 +50,12 @@ def try_kernels(request: dict[str, Any]) -> Finding:
 
 
 def try_tensors(request: dict[str, Any]) -> Finding:
-    from server.model.loader import check_tensors
+    from server.model.loader import check_tensors, has_draft
 
-    n_tensors = check_tensors(Path(request["model"]), draft=request["draft"])
+    model = Path(request["model"])
+    check_model(model)
+    draft = has_draft(model) if request["draft"] is None else request["draft"]
+    n_tensors = check_tensors(model, draft=draft)
     return ok("tensors", f"all {n_tensors} are there in the shapes of config.json")
 
 
@@ -99,19 +104,19 @@ TRIALS: dict[str, Callable[[dict[str, Any]], Finding]] = {
 }
 
 
-def main(name: str) -> int:
-    """Exit code 0 with a finding, whatever it is. Nothing but the finding gets to standard output."""
+def main(names: Sequence[str]) -> None:
+    """A finding of each trial, whatever happens in it. Nothing but findings gets to standard output."""
     answers = os.dup(1)
     os.dup2(2, 1)
     request = json.load(sys.stdin)
-    try:
-        finding = TRIALS[name](request)
-    except Exception as reason:  # noqa: BLE001  (it is the finding)
-        typed = type(reason).__module__.startswith("server.")
-        finding = error(name, str(reason) if typed else f"{type(reason).__name__}: {reason}")
-    os.write(answers, json.dumps([asdict(finding)]).encode())
-    return 0
+    for name in names:
+        try:
+            finding = TRIALS[name](request)
+        except Exception as reason:  # noqa: BLE001  (it is the finding)
+            typed = type(reason).__module__.startswith("server.")
+            finding = error(name, str(reason) if typed else f"{type(reason).__name__}: {reason}")
+        os.write(answers, json.dumps(asdict(finding)).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    main(sys.argv[1:])

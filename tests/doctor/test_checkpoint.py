@@ -54,7 +54,8 @@ def test_a_wrong_shape_is_named(model: Path) -> None:
     tensors = load_file(model / WEIGHTS)
     tensors["norm.weight"] = np.zeros(3, np.float32)
     save_file(tensors, model / WEIGHTS)
-    words = only_error(child.tensors(plan_of(model=model)))
+    request = {"model": str(model), "draft": None}
+    words = only_error(list(child.ask(["tensors"], request)))
     assert "norm.weight has shape [3], config.json asks for" in words
 
 
