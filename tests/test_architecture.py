@@ -35,7 +35,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.telemetry": ("server.telemetry", "server.transfer", "server.cache", "server.failure"),
     "server.api": (
         "server.api",
+        "server.engine.grammar",
         "server.engine.request",
+        "server.engine.prompt_logprobs",
+        "server.engine.detokenizer",
         "server.engine.tokenizer_process",
         "server.failure",
         "server.memory",

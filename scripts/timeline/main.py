@@ -31,7 +31,9 @@ class NoRecord(Exception):
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="explain.py", description="Where the time of one request went, as its node has recorded it."
+        allow_abbrev=False,
+        prog="explain.py",
+        description="Where the time of one request went, as its node has recorded it.",
     )
     parser.add_argument("room", nargs="?", metavar="ROOM", help="as the header x-pd-room says it (default: the newest)")
     parser.add_argument("--url", default=DEFAULT_URL, help=f"the node to ask (default: {DEFAULT_URL})")

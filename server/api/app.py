@@ -64,6 +64,7 @@ def create_app(
         responses={"4XX": {"description": "The request's fault"}, "5XX": {"description": "The server's fault"}},
     )
     app.state.stream_times = stream_times
+    app.state.answers_lane = lanes.answers
     install_error_handlers(app)
     app.add_middleware(WholeBody)
     if api_key is not None:
@@ -89,6 +90,6 @@ def create_app(
     app.include_router(page_router())
     for route in app.routes:
         if isinstance(route, APIRoute):
-            for status in (200, *sorted({*STATUS.values()})) if "POST" in route.methods else (200,):
+            for status in (200, *sorted({*STATUS.values()})) if "POST" in (route.methods or ()) else (200,):
                 responses.labels(route=route.path, status=int(status))
     return app

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from server.cache.layout import Placement
 from server.decode.prefill_link import PrefillLink
@@ -38,7 +38,7 @@ class DecodeRequest:
 
     ``sampling`` is the request's as the prefill node gets it. ``link`` is the prefill node that a router chose; else it
     is chosen together with the memory. ``resumed``: the engine decodes in the room's memory, and says when it does no
-    more.
+    more. ``scores`` are the rows of the prompt's log probabilities, where they are computed here.
 
     A second attempt has the same ``generation``, ``avoids`` the prefill nodes of those before and says why they
     ``failed_before``. Both write the same ``record``. ``expected`` is what its room waits for. This attempt began to
@@ -60,6 +60,7 @@ class DecodeRequest:
     expected: Expected | None = None
     skipped: frozenset[Check] = frozenset()
     resumed: bool = False
+    scores: bytearray = field(default_factory=bytearray)
 
     @property
     def n_retries(self) -> int:

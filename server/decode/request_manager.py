@@ -32,11 +32,13 @@ from server.engine.events import (
     Generate,
     Output,
     Prepare,
+    PromptScored,
     Resume,
     Scrub,
     Scrubbed,
 )
 from server.engine.generation import NodeGeneration
+from server.engine.prompt_logprobs import PromptLogprobs
 from server.engine.request import FinishReason, GenerationRequest, RouteInfo, TokenOutput
 from server.failure import Failure, RequestFailed, internal_error
 from server.node.context import NodeContext
@@ -176,6 +178,7 @@ class RequestManager:
             vocab_size=self._context.tokenizer.vocab_size,
             spec_tokens=self._settings.spec_tokens,
             allocator=self._allocator,
+            is_local=self._is_local,
         )
         request = with_seed(request)
         sampling = wire_sampling(request.sampling)
@@ -241,7 +244,8 @@ class RequestManager:
             link = self._link_for(req)
             if link is None and not self._is_local:
                 continue  # its prefill node registers anew; the others need not wait for that
-            placement = self._allocator.reserve(req.key, tokens_held(req.request, self._settings.spec_tokens))
+            n_held = tokens_held(req.request, self._settings.spec_tokens, is_local=self._is_local)
+            placement = self._allocator.reserve(req.key, n_held)
             if placement is None:
                 return
             self.queue.remove(req)
@@ -255,7 +259,7 @@ class RequestManager:
             try:
                 if link is not None:
                     self.rooms.open(req)
-                    if req.room is not None and req.room.active:
+                    if req.room is not None and req.room.active and req.request.sampling.max_tokens:
                         self._submit_command(Prepare(req.key, req.request))
                 else:
                     self._allocator.commit(req.key)
@@ -328,13 +332,20 @@ class RequestManager:
         if req.placement is None or req.link is None:
             raise RuntimeError(f"{req.key} was committed without memory or peer")
         self._allocator.commit(req.key)
-        owner = None if Check.STAMP in req.skipped else req.key.owner
-        self._submit_command(Resume(req.key, req.request, req.placement, commit.first, owner))
-        req.resumed = True
+        sampling = req.request.sampling
+        if sampling.max_tokens:
+            owner = None if Check.STAMP in req.skipped else req.key.owner
+            self._submit_command(Resume(req.key, req.request, req.placement, commit.first, owner))
+            req.resumed = True
         nbytes = {sent.component: sent.nbytes for sent in commit.done.sent}
         draft_state = self._settings.draft_state
         req.generation.set_route(RouteInfo(req.link.address, req.key.room, nbytes, draft_state, req.n_retries))
         req.record.moved(commit.done)
+        if commit.scores is not None and sampling.prompt_logprobs is not None:
+            req.generation.prompt_logprobs = PromptLogprobs(sampling.prompt_logprobs, commit.scores)
+        if not sampling.max_tokens:
+            req.generation.finish(FinishReason.LENGTH)
+            self._scrub(req)
 
     def _fail(self, req: DecodeRequest, failure: Failure) -> None:
         """Another prefill node is asked if that may help; what this attempt held stays in quarantine, under its key."""
@@ -408,7 +419,12 @@ class RequestManager:
 
     def _to_client(self, req: DecodeRequest, event: Event) -> None:
         match event:
+            case PromptScored():
+                req.scores += event.rows
             case Output():
+                n_top = req.request.sampling.prompt_logprobs
+                if self._is_local and n_top is not None and not req.record.n_generated:
+                    req.generation.prompt_logprobs = PromptLogprobs(n_top, req.scores)
                 req.generation.set_route(self._local_route)
                 self._count(req.record, event.output)
                 req.generation.put(event.output)

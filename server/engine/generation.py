@@ -6,6 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
+
+from server.engine.prompt_logprobs import PromptLogprobs
 from server.engine.request import FinishReason, RouteInfo, TokenOutput
 from server.failure import Failure, RequestFailed
 
@@ -34,6 +37,8 @@ class NodeGeneration:
         self._failure: RequestFailed | None = None
         self._abort_asked = False
         self.known_route: RouteInfo | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """For the next output."""
         self.ended = False
 
     def listen(self, on_item: Callable[[TokenOutput | RequestFailed], object]) -> None:
@@ -78,6 +83,9 @@ class NodeGeneration:
     def put(self, output: TokenOutput) -> None:
         """Gives an output out; one with a finish reason is the last."""
         if not self.ended:
+            if self.prompt_logprobs is not None:
+                output = msgspec.structs.replace(output, prompt_logprobs=self.prompt_logprobs)
+                self.prompt_logprobs = None
             self._on_item(output)
             if output.finish_reason is not None:
                 self._end(output.finish_reason.value)

@@ -117,7 +117,8 @@ class PrefillRequest:
     """A room with everything the node holds for it, until its memory is free again.
 
     The prompt of a room that a router chose is empty until its request has come over HTTP. ``sender`` writes into the
-    memory of ``peer``. ``first`` is the first token, once it is chosen. ``record`` is of this room.
+    memory of ``peer``. ``first`` is the first token, once it is chosen. ``scores_kept`` are rows of the prompt's log
+    probabilities that the answer over HTTP is to have. ``record`` is of this room.
     """
 
     room: PrefillRoom
@@ -128,6 +129,7 @@ class PrefillRequest:
     placement: Placement | None = None
     outgoing: Outgoing | None = None
     first: TokenLogprob | None = None
+    scores_kept: bytearray | None = None
 
     @property
     def key(self) -> RoomKey:
@@ -146,7 +148,8 @@ def read_request(reserve: Reserve) -> GenerationRequest:
     """
     asked = reserve.request
     prompt = unpack_tokens(asked.prompt) if isinstance(asked, RoomRequest) else ()
-    return GenerationRequest(asked.request_id, prompt, SamplingParams(**msgspec.structs.asdict(asked.sampling)))
+    sampling = msgspec.convert(asked.sampling, SamplingParams, from_attributes=True)
+    return GenerationRequest(asked.request_id, prompt, sampling)
 
 
 def n_tokens_of(reserve: Reserve, request: GenerationRequest) -> int:

@@ -13,7 +13,17 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 
-from server.engine.events import Cancel, ChunkComputed, ComputeFailed, Event, Finished, PrefillFinished, Scrub, Scrubbed
+from server.engine.events import (
+    Cancel,
+    ChunkComputed,
+    ComputeFailed,
+    Event,
+    Finished,
+    PrefillFinished,
+    PromptScored,
+    Scrub,
+    Scrubbed,
+)
 from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest
 from server.failure import Failure, RequestFailed, internal_error
@@ -41,6 +51,7 @@ from server.prefill.room import (
     PushTail,
     QueueMoved,
     Release,
+    Scored,
     SenderGone,
     failed_message,
 )
@@ -55,6 +66,7 @@ from server.transfer.protocol import (
     Committed,
     PeerMessage,
     Probe,
+    PromptLogprobsReceived,
     ProtocolError,
     Quiesced,
     Rejected,
@@ -245,7 +257,7 @@ class PrefillRoomManager:
                     peer.send(failed_message(message, internal_error("prefill", error), Writes.SETTLING))
             case Waiting():
                 self._on_waiting(peer, message)
-            case Abort() | Committed() | Rejected():
+            case Abort() | Committed() | Rejected() | PromptLogprobsReceived():
                 req = self.reqs.get(RoomKey.of(message))
                 if req is not None:
                     self.step(req, message)
@@ -477,6 +489,10 @@ class PrefillRoomManager:
             case ChunkComputed():
                 self._queue_moved()
                 self.step(req, Advanced(event.n_computed))
+            case PromptScored():
+                if req.scores_kept is not None:
+                    req.scores_kept += event.rows
+                self.step(req, Scored(event.rows))
             case PrefillFinished():
                 req.first = event.first
                 self.step(req, Computed(event.digests, event.prefill_s, event.digest_s))

@@ -16,6 +16,7 @@ import msgspec
 
 from server.cache.handoff import prompt_hash
 from server.engine.generation import NodeGeneration
+from server.engine.prompt_logprobs import PromptLogprobs
 from server.engine.request import FinishReason, GenerationRequest, RouteInfo, TokenizerLike, TokenLogprob, TokenOutput
 from server.engine.stopping import OutputProcessor
 from server.failure import Failure, RequestFailed, internal_error
@@ -290,7 +291,20 @@ class RoutedRooms:
             )
             return Failure("prompt_mismatch", reason)
         req.request = replace(req.request, prompt_ids=prompt)
+        self._keep_scores(half.request, req)
         return None
+
+    @staticmethod
+    def _keep_scores(asked: GenerationRequest, req: PrefillRequest) -> None:
+        """The log probabilities of the prompt that the client here asks for stay here: the decode node asks for its
+        own. If both do, they get the same.
+        """
+        if asked.sampling.prompt_logprobs is None:
+            return
+        req.scores_kept = bytearray()
+        if (sampling := req.request.sampling).prompt_logprobs is None:
+            sampling = replace(sampling, prompt_logprobs=asked.sampling.prompt_logprobs)
+            req.request = replace(req.request, sampling=sampling)
 
     def moved(self, req: PrefillRequest) -> None:
         """After every event of a room: reports its end to the client here, if it has one."""
@@ -309,6 +323,9 @@ class RoutedRooms:
             output = _first_output(self._tokenizer, half.request, req.first)
             self._let_go(half)
             half.generation.set_route(RouteInfo(self.address, half.room))
+            n_top = req.request.sampling.prompt_logprobs
+            if req.scores_kept is not None and n_top is not None:
+                half.generation.prompt_logprobs = PromptLogprobs(n_top, req.scores_kept)
             half.generation.put(output)
         elif room.failure is not None and not room.active:
             self._end(half, room.failure)
@@ -368,7 +385,9 @@ def _for_client(failure: Failure) -> RequestFailed:
 
 
 def _first_output(tokenizer: TokenizerLike, request: GenerationRequest, first: TokenLogprob) -> TokenOutput:
-    """The whole answer of a prefill node: the first token, as if it had been asked for one."""
+    """The whole answer of a prefill node: the first token, as if it had been asked for one; none if none was wanted."""
+    if not request.sampling.max_tokens:
+        return TokenOutput((), "", finish_reason=FinishReason.LENGTH)
     processor = OutputProcessor(tokenizer, replace(request.sampling, max_tokens=1), request.prompt_ids)
     output = processor.feed((first.token_id,), (first,)) or TokenOutput((first.token_id,), "")
     return msgspec.structs.replace(output, finish_reason=FinishReason.LENGTH, stop_reason=None)

@@ -139,6 +139,9 @@ class NodeMetrics:
             self._bytes.labels(component)
             for check in (*Check, PLACEMENT):
                 self._checks.labels(check, component)
+        for state in ItemState:
+            self._slots.labels(state.value)
+            self._pages.labels(state.value)
         self._rooms.labels("committed", "")
         self._rooms.labels("aborted", "aborted")
         for code, kind in KINDS.items():

@@ -58,6 +58,7 @@ from server.transfer.manifest import ModelIdentity
 from server.transfer.metrics import NodeMetrics
 from server.transfer.protocol import PeerMessage
 from server.transfer.rooms import Deadlines
+from tests.support.fake_scores import scored
 from tests.support.fake_tokenizer import VOCABULARY, FakeTokenizer
 from tests.support.waiting import until
 from tests.transfer.support import IDENTITY, WINDOW, make_geometry
@@ -158,6 +159,8 @@ class FakeEngine(threading.Thread):
         stop = min(n, start + self.chunk_tokens)
         self._steps[command.key] = stop
         self._write(prompt, start, stop, command.placement)
+        for event in scored(command.key, command.request, start, stop):
+            self.on_event(event)
         if stop < n:
             self.on_event(ChunkComputed(command.key, stop))
             return
@@ -180,6 +183,9 @@ class FakeEngine(threading.Thread):
             self.on_event(
                 PrefillFinished(command.key, first, live_digests(self.arena, n, command.placement), 0.01, 0.001)
             )
+        elif not command.request.sampling.max_tokens:
+            self.on_event(Output(command.key, TokenOutput((), "", finish_reason=FinishReason.LENGTH)))
+            self.on_event(Finished(command.key, FinishReason.LENGTH))
         else:
             self._answers[command.key] = (command.request, 0)
             self._emit(command.key)

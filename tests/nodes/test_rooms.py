@@ -9,7 +9,7 @@ import pytest
 from server.engine.request import RoutedRoom
 from server.failure import RequestFailed
 from server.prefill.decode_peer import DecodePeer
-from server.telemetry.record import RoomRecord
+from server.telemetry.record import PhaseName, RoomRecord
 from server.transfer.protocol import AnyMessage, Done, Reserve
 from tests.nodes.support import NodeUnderTest, Pair, answer, deaf_to, phase_is, request
 from tests.support.waiting import until
@@ -34,7 +34,7 @@ def assert_whole(record: RoomRecord) -> None:
         assert before.end_us == after.start_us, record
     assert sum((p.end_us or 0) - p.start_us for p in record.phases) == record.total_us
     if record.ttft_us is not None:
-        to_first = record.phases[: [p.name for p in record.phases].index("decode")]
+        to_first = record.phases[: [p.name for p in record.phases].index(PhaseName.DECODE)]
         assert sum((p.end_us or 0) - p.start_us for p in to_first) == record.ttft_us
 
 
@@ -154,7 +154,8 @@ async def test_a_prefill_node_that_dies_and_one_that_ends_leave_whole_records(pa
 async def test_a_message_that_is_lost_shows_as_uncertainty(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     p = await pair.prefill()
     d = await pair.decode(p)
-    send, lost = DecodePeer.send, []
+    send = DecodePeer.send
+    lost: list[Done] = []
 
     def lose_the_first(peer: DecodePeer, message: AnyMessage) -> None:
         if isinstance(message, Done) and not lost:
