@@ -23,9 +23,7 @@ _MAX_WORDS_CHARS = 400
 
 
 def compute(plan: NodePlan) -> Iterator[Finding]:
-    """torch and the device, the kernels, and the tensors of the checkpoint: all of them need torch, which takes
-    seconds.
-    """
+    """torch and the device, kernels, tensors and tokenizer: all of them import torch, which takes seconds."""
     options = plan.options
     request = {
         "model": str(options.model),
@@ -34,7 +32,7 @@ def compute(plan: NodePlan) -> Iterator[Finding]:
         "draft": plan.draft,
         "device_nbytes": _on_device(plan),
     }
-    return ask(("torch", "kernels", "tensors"), request)
+    return ask(("torch", "kernels", "tensors", "tokenizer"), request)
 
 
 def _on_device(plan: NodePlan) -> int:
@@ -56,20 +54,21 @@ def transfer(plan: NodePlan) -> Iterator[Finding]:
 
 
 def ask(trials: Sequence[str], request: dict[str, Any], timeout_s: float = TIMEOUT_S) -> Iterator[Finding]:
-    """A finding of each trial. One that has no answer within ``timeout_s`` or ends its process is an error; those after
+    """Findings of each trial. One that has no answer within ``timeout_s`` or ends its process is an error; those after
     it are made in another.
     """
     while trials:
-        findings, trouble = _run(trials, request, timeout_s)
-        yield from findings
-        trials = trials[len(findings) :]
+        found, trouble = _run(trials, request, timeout_s)
+        for findings in found:
+            yield from findings
+        trials = trials[len(found) :]
         if trials:
             yield error(trials[0], trouble)
             trials = trials[1:]
 
 
-def _run(trials: Sequence[str], request: dict[str, Any], timeout_s: float) -> tuple[list[Finding], str]:
-    """The findings that one process came to, and what was wrong with it if they are not all."""
+def _run(trials: Sequence[str], request: dict[str, Any], timeout_s: float) -> tuple[list[list[Finding]], str]:
+    """The findings of each trial that one process came to, and what was wrong with it if these are not all."""
     command = [sys.executable, "-m", "server.doctor.trials", *trials]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with process:
@@ -80,8 +79,11 @@ def _run(trials: Sequence[str], request: dict[str, Any], timeout_s: float) -> tu
             process.kill()
             stdout, _ = process.communicate()
             trouble = f"no answer within {timeout_s:g} s: a library hangs while it is loaded or used"
-    found = [json.loads(line) for line in stdout.splitlines()]
-    return [Finding(Level(each["level"]), each["subject"], each["words"]) for each in found], trouble
+    return [[_finding(each) for each in json.loads(line)] for line in stdout.splitlines()], trouble
+
+
+def _finding(fields: dict[str, str]) -> Finding:
+    return Finding(Level(fields["level"]), fields["subject"], fields["words"])
 
 
 def _why(returncode: int, stderr: bytes) -> str:
