@@ -108,7 +108,7 @@ def test_step_is_refused_by_name_and_row_and_writes_nothing(bound: Bound, change
     logits = torch.full((2, bound.config.vocab_size), -1.0)
     detail = ctypes.c_int64(-7)
     functions, network = bound.functions, bound.network
-    assert functions.kernels_forward(network, arrays.step, logits.data_ptr(), None, detail) == status
+    assert functions.kernels_forward(network, arrays.step, logits.data_ptr(), None, None, detail) == status
     assert detail.value == row
     assert torch.equal(bound.arena.buffer, before)
     assert (logits == -1).all()
@@ -117,7 +117,7 @@ def test_step_is_refused_by_name_and_row_and_writes_nothing(bound: Bound, change
 def test_a_step_that_is_well_made_runs_without_outputs(bound: Bound) -> None:
     detail = ctypes.c_int64(-7)
     arrays = Arrays()
-    assert bound.functions.kernels_forward(bound.network, arrays.step, None, None, detail) == abi.Status.OK
+    assert bound.functions.kernels_forward(bound.network, arrays.step, None, None, None, detail) == abi.Status.OK
     assert detail.value == -1
 
 
