@@ -73,26 +73,15 @@ You are a helpful assistant designed to output JSON.
 
 Reply with JSON object ONLY."""
 
-EFFORTS = (
-    """\
+EFFORT = """\
 Reasoning Effort: Absolute maximum with no shortcuts permitted.
 You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, \
 rigorously stress-testing your logic against all potential paths, edge cases, and adversarial scenarios.
 Explicitly write out your entire deliberation process, documenting every intermediate step, considered alternative, \
 and rejected hypothesis to ensure absolutely no assumption is left unchecked.
 
-""",
-    """\
-Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.
-You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: exhaustively decompose the \
-problem into its most fundamental components, trace every causal chain to its root, and resolve the underlying cause \
-rather than any surface symptom.
-Do not stop reasoning until you have independently verified the solution from multiple angles and are certain that no \
-assumption remains unchecked and no error remains undiscovered.
-
-""",
-)
-"""What may stand before everything else where thinking is asked for."""
+"""
+"""Stands before everything else where the most thinking is asked for."""
 
 
 def tools_block(functions: Sequence[Mapping[str, Any]]) -> str:

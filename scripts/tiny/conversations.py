@@ -129,7 +129,7 @@ class ConversationWriter(Writer):
         return self._fill(n_tokens, part, self._opening(thinks))
 
     def _opening(self, thinks: bool, tools: str = "") -> Document:
-        effort = self.rng.choice(official.EFFORTS) if thinks and self.rng.random() < 0.6 else ""
+        effort = official.EFFORT if thinks and self.rng.random() < 0.4 else ""
         system = self.rng.choice(SYSTEM_PROMPTS) if self.rng.random() < 0.2 else ""
         return self._text(effort + system + tools, OPENING_WEIGHT)
 

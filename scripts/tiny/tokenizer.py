@@ -39,7 +39,7 @@ OTHER_TEXT = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?(?:#+|[^\s\p{L}\p{N}])|
 def fixed_pieces() -> list[str]:
     """The text of the official format between its tags: each piece is one token, so that a block of tools is short."""
     call = official.call_text("$NAME", {"$KEY": "$VALUE", "$OTHER": 0})
-    blocks = [official.TOOLS_HEAD, official.TOOLS_TAIL, official.SCHEMA_HEAD, official.JSON_ONLY, *official.EFFORTS]
+    blocks = [official.TOOLS_HEAD, official.TOOLS_TAIL, official.SCHEMA_HEAD, official.JSON_ONLY, official.EFFORT]
     texts = [*blocks, *call.split("$NAME"), official.result_text("$NAME")]
     tags = "|".join(re.escape(tag) for tag in (*TURN_TOKENS, *CONTROL_TOKENS))
     variable = r"(\$TOOL_NAME2?)|\$(?:NAME|KEY|VALUE|OTHER)|(?<=>)0(?=<)"
@@ -49,13 +49,13 @@ def fixed_pieces() -> list[str]:
 
 
 def _cut(piece: str) -> list[str]:
-    """Parts of at most LONGEST_PIECE characters; all but the first begin with a space.
+    """Parts of at most LONGEST_PIECE bytes; all but the first begin with a space.
 
     The longest token decides how long a text may be before the server refuses it without counting its tokens.
     """
     parts = [""]
     for word in re.split("(?= )", piece):
-        if len(parts[-1]) + len(word) > LONGEST_PIECE:
+        if len((parts[-1] + word).encode()) > LONGEST_PIECE:
             parts.append("")
         parts[-1] += word
     return parts
