@@ -83,7 +83,7 @@ export class Lanes {
 }
 
 const plainTime = (s) => (s < 1 ? `${Math.round(1000 * s)} ms` : s < 120 ? `${+s.toFixed(2)} s` : `${+(s / 60).toFixed(1)} min`);
-const endOf = (record) => record.began_unix_us + record.total_us;
+const endOf = (record) => record.began_unix_us + (record.total_us ?? 0);
 
 class Row {
   constructor(open) {
