@@ -92,7 +92,7 @@ class Row {
     this.state = el("span", { class: "lane-state" });
     this.track = el("div", { class: "track", "aria-hidden": "true" });
     this.facts = el("span", { class: "lane-facts" });
-    this.element = el("div", { class: "lane" }, this.label, this.state, this.track, this.facts);
+    this.element = el("div", { class: "lane", role: "listitem" }, this.label, this.state, this.track, this.facts);
     this.bars = [];
   }
 
