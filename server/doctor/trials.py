@@ -66,6 +66,7 @@ def try_tokenizer(request: dict[str, Any]) -> list[Finding]:
     from server.model.config import CheckpointError, load_config
 
     model = Path(request["model"])
+    check_model(model)
     config = load_config(model)
     try:
         loaded = Tokenizer.load(model)
