@@ -34,6 +34,7 @@ from .training import Trainer
 ASSETS = Path(__file__).resolve().parents[2] / "server" / "assets"
 SEED = 0
 MOST_DRAFTED = 3
+SHOWN_CHARS = 120
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 console = Console()
@@ -78,7 +79,8 @@ def evaluation(
     console.print(rendered(scores))
     for each in scores:
         if each.first_wrong:
-            console.print(f"{each.name}: {each.first_wrong[0]!r} -> {each.first_wrong[1]!r}", markup=False)
+            prompt, answer = each.first_wrong
+            console.print(f"{each.name}: ...{prompt[-SHOWN_CHARS:]!r} -> {answer[:SHOWN_CHARS]!r}", markup=False)
     _keep(state / SCORES, [asdict(each) for each in scores])
 
 
