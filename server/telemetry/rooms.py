@@ -34,6 +34,31 @@ class RoomRecorder:
     last one came.
     """
 
+    __slots__ = (
+        "_attempts",
+        "_began",
+        "_began_unix_us",
+        "_clocks",
+        "_ended_at",
+        "_starts",
+        "_transfer",
+        "failure",
+        "first_token_at",
+        "max_new",
+        "n_accepted",
+        "n_attempts",
+        "n_generated",
+        "n_prompt",
+        "n_proposed",
+        "n_steps",
+        "node",
+        "outcome",
+        "request_id",
+        "room",
+        "span",
+        "token_at",
+    )
+
     def __init__(
         self,
         node: str,
