@@ -90,7 +90,7 @@ async def test_openmetrics_where_it_is_asked_for(
     records = RoomRecords("decode", 8, lambda: 100.0)
     record = records.open(2**62, "r", n_prompt=1, max_new=1, first=PhaseName.RECEIVE)
     record.first_token(100.5)
-    metrics.first_token(record)
+    metrics.first_token(record, 1)
     answer = await client.get("/metrics", headers={"accept": accept})
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     families = {family.name: family for family in text_string_to_metric_families(answer.text)}
