@@ -38,7 +38,7 @@ from server.engine.events import (
     Scrubbed,
 )
 from server.engine.generation import NodeGeneration
-from server.engine.prompt_logprobs import PromptLogprobs
+from server.engine.prompt_logprobs import ENTRY_NBYTES, PromptLogprobs
 from server.engine.request import FinishReason, GenerationRequest, RouteInfo, TokenOutput
 from server.failure import Failure, RequestFailed, internal_error
 from server.node.context import NodeContext
@@ -344,6 +344,7 @@ class RequestManager:
         req.record.moved(commit.done)
         if commit.scores is not None and sampling.prompt_logprobs is not None:
             req.generation.prompt_logprobs = PromptLogprobs(sampling.prompt_logprobs, commit.scores)
+            self._metrics.prompt_logprobs(len(commit.scores) // ENTRY_NBYTES)
         if not sampling.max_tokens:
             req.generation.finish(FinishReason.LENGTH)
             self._scrub(req)
@@ -422,6 +423,7 @@ class RequestManager:
         match event:
             case PromptScored():
                 req.scores += event.rows
+                self._metrics.prompt_logprobs(len(event.rows) // ENTRY_NBYTES)
             case Output():
                 n_top = req.request.sampling.prompt_logprobs
                 if self._is_local and n_top is not None and not req.record.n_generated:
