@@ -35,6 +35,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.api": (
         "server.api",
         "server.chat",
+        "server.engine.grammar",
         "server.engine.request",
         "server.engine.tokenizer_process",
         "server.failure",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Container
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -62,7 +62,7 @@ def choose_room(request: GenerationRequest, room: int | None, taken: Container[i
 def wire_sampling(sampling: SamplingParams) -> Sampling:
     """Raises :class:`RequestFailed` for a parameter that the wire refuses."""
     try:
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(sampling)), type=Sampling)
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling)
     except (msgspec.ValidationError, OverflowError) as error:
         raise RequestFailed(Failure("bad_sampling", f"a sampling parameter is out of range: {error}")) from error
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from server.engine.grammar import Grammar
+
 if TYPE_CHECKING:
     from server.engine.tokenizer_process import TokenizerProcess
     from server.failure import RequestFailed
@@ -34,6 +36,11 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy. ``top_k`` 0 means no limit. ``logprobs`` is the number of alternatives reported beside
     the chosen token (0..20), or None for none at all. ``seed`` None lets the decode node draw one.
+
+    The presence and the frequency penalty count tokens of the answer, the repetition penalty (1: none) those of the
+    prompt too. ``min_p`` cuts off tokens with less than this part of the largest probability. ``logit_bias`` are token
+    ids with what is added to their logits. None of ``bad_words`` (token ids) is ever completed by the answer.
+    ``allowed_token_ids`` None means all. The whole answer matches ``grammar``. See ``docs/sampling.md``.
     """
 
     max_tokens: int = DEFAULT_MAX_TOKENS
@@ -46,6 +53,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)

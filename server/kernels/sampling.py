@@ -11,9 +11,9 @@ import torch
 
 EDIT = np.dtype([("token", "<i4"), ("count", "<i4"), ("bias", "<f4")])
 """``SampleEdit``: what changes one logit of a row before anything is chosen."""
-ROW = struct.Struct("<QQddffffiiii")
-"""``SampleRow``: address of the edits, draw, top_p, min_p, scale, repetition, presence, frequency, n_edits, top_k,
-n_top, and 0."""
+ROW = struct.Struct("<QQQQddffffiiiiii")
+"""``SampleRow``: addresses of the edits, of the row's own edits and of the mask, draw, top_p, min_p, scale, repetition,
+presence, frequency, n_edits, n_own, n_mask_words, top_k, n_top, and 0."""
 _PAIR = struct.Struct("<qd")
 """``SampleChoice`` and ``SampleAlternative``: a token and its log probability."""
 _CALL = struct.Struct("<QqQQQiiii")

@@ -157,7 +157,8 @@ def read_request(reserve: Reserve) -> GenerationRequest:
     """
     asked = reserve.request
     prompt = unpack_tokens(asked.prompt) if isinstance(asked, RoomRequest) else ()
-    return GenerationRequest(asked.request_id, prompt, SamplingParams(**msgspec.structs.asdict(asked.sampling)))
+    sampling = msgspec.convert(asked.sampling, SamplingParams, from_attributes=True)
+    return GenerationRequest(asked.request_id, prompt, sampling)
 
 
 def n_tokens_of(reserve: Reserve, request: GenerationRequest) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple, TypedDict
+from typing import Annotated, Literal, NamedTuple, TypedDict
 
 import msgspec
 import numpy as np
@@ -34,6 +34,9 @@ HEADER_NBYTES = len(_PREFIX) + 8
 RoomId = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
 Reason = Annotated[str, Meta(max_length=1000)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenBias = tuple[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]]
+BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=1024)]
 ItemIds = Annotated[tuple[Annotated[int, Meta(ge=1, le=2**31 - 1)], ...], Meta(max_length=1 << 17)]
 
 
@@ -188,6 +191,13 @@ def ids_of(message: RoomMessage) -> RoomIds:
     return room_ids(registration_of(message), message.room, message.epoch)
 
 
+class WireGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the whole answer must match; the fields are those of ``Grammar``."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: Annotated[str, Meta(max_length=1 << 16)]
+
+
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All sampling parameters, field for field those of ``SamplingParams``: P chooses the first token with them."""
 
@@ -198,9 +208,17 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None
     stop: Annotated[tuple[Annotated[str, Meta(max_length=4096)], ...], Meta(max_length=64)]
-    stop_token_ids: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...], Meta(max_length=1024)]
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=1024)]
     ignore_eos: bool
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=1e6)] = 1.0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    logit_bias: Annotated[tuple[TokenBias, ...], Meta(max_length=1024)] = ()
+    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=1024)] = ()
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=4096)] | None = None
+    grammar: WireGrammar | None = None
 
 
 class RoomRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
