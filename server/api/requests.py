@@ -12,7 +12,7 @@ import xxhash
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from server.api.answers import Answer, Usage, Writer
+from server.api.answers import Answer, Writer
 from server.api.chunks import Chunks, event, pd_object
 from server.api.errors import InvalidRequest, failure_body
 from server.api.generations import Generations
@@ -21,6 +21,7 @@ from server.api.routed_rooms import MAX_GENERATIONS, routed_rooms
 from server.api.schemas import GenerationFields, StreamOptions
 from server.api.streaming import EventStream, LiveStream, StreamTimes, until_disconnect
 from server.api.tokenizing import check_prompt_length, check_token_id
+from server.engine.grammar import Grammar
 from server.engine.request import (
     PREFILL_ROLE,
     Backend,
@@ -76,8 +77,10 @@ async def serve(
     writer: Writer,
     *,
     prompt_field: str,
+    grammar: Grammar | None = None,
 ) -> Response:
-    """Generates ``n`` samples for each of ``prompts`` (token ids) and answers whole or as a stream.
+    """Generates ``n`` samples for each of ``prompts`` (token ids) and answers whole or as a stream. ``grammar`` is what
+    every answer has to match, if anything.
 
     The headers of the answer name the prefill node and the rooms. What fails before the head is out is a status code:
     a stream's head waits for the first token of any sample, but not for long (:class:`~.streaming.StreamTimes`). If a
@@ -88,12 +91,12 @@ async def serve(
     A prefill node's stream has an end when its head has to go out, with the tokens that there are: routers read it to
     its end before they relay anything of the decode node's, and the rooms go on without it.
     """
-    requests = _generation_requests(backend, body, prompts, rooms, writer.id, prompt_field)
+    requests = _generation_requests(backend, body, prompts, rooms, writer.id, prompt_field, grammar)
     generations = Generations(backend, requests)
     is_at_prefill = backend.role == PREFILL_ROLE
     try:
         if not body.stream:
-            answers = await until_disconnect(request.receive, _collect(generations, writer.usage))
+            answers = await until_disconnect(request.receive, _collect(generations, writer))
             headers = generations.route_headers
             return JSONResponse(writer.whole(answers, pd_object(request_id(), headers)), headers=headers)
         times: StreamTimes = request.app.state.stream_times
@@ -119,11 +122,13 @@ def _generation_requests(
     rooms: Sequence[RoutedRoom | None],
     response_id: str,
     prompt_field: str,
+    grammar: Grammar | None,
 ) -> list[GenerationRequest]:
     """One request for every sample of every prompt, samples of one prompt side by side."""
     requests: list[GenerationRequest] = []
     for ids in prompts:
         sampling = _fit_context(backend, body, len(ids), prompt_field)
+        sampling = sampling if grammar is None else replace(sampling, grammar=grammar)
         prompt_ids = tuple(ids)  # one for all samples
         for sample in range(body.n_samples):
             seed = None if sampling.seed is None else sample_seed(sampling.seed, sample)
@@ -173,14 +178,14 @@ def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt
     return sampling
 
 
-async def _collect(generations: Generations, usage: Usage) -> list[Answer]:
-    answers = [Answer() for _ in range(len(generations))]
+async def _collect(generations: Generations, writer: Writer) -> list[Answer]:
+    answers = [writer.answer() for _ in range(len(generations))]
 
     def add_waiting() -> None:
         while (item := generations.take()) is not None:
             index, output = item
             answers[index].add(output)
-            usage.add(output)
+            writer.usage.add(output)
 
     with generations.read_by(add_waiting):
         while not generations.is_over:

@@ -58,6 +58,11 @@ class AnswerParser:
         self._skips_space = False
         self._reasoning: list[str] = []
 
+    @property
+    def n_calls(self) -> int:
+        """How many calls the answer has so far."""
+        return self._n_calls if self._reader is None else self._reader.next_index
+
     def feed(self, text: str) -> list[Event]:
         """What the next text adds and is certain now."""
         events: list[Event] = []
@@ -70,7 +75,7 @@ class AnswerParser:
         events: list[Event] = []
         if self._reader is not None:
             self._add(self._reader.finish(), events)
-            self._reader = None
+            self._n_calls, self._reader = self._reader.next_index, None
         elif not is_cut and len(self._held.strip()) <= 1:  # the first character of a tag is in many a text
             self._plain(self._held, events)
         self._held = ""

@@ -99,15 +99,15 @@ class CallReader(ABC):
 class ToolSyntax:
     """One way to write calls. A block begins with one of ``openings``; up to two newlines before it belong to it.
 
-    ``reader`` makes a reader of a block from its opening and the index of its first call. ``grammar`` is the text of a
-    Lark grammar, in the dialect of ``llguidance``, that an answer has to match that calls ``tools``: one call or
-    several. ``after`` is what such an answer writes first, as a part of that grammar.
+    ``reader`` makes a reader of a block from its opening and the index of its first call. ``grammar`` is the Lark
+    grammar of an answer that calls one of some tools, once or several times, behind reasoning or not: see
+    :func:`.dsml_grammar`.
     """
 
     name: str
     openings: tuple[str, ...]
     reader: Callable[[str, int], CallReader]
-    grammar: Callable[[Sequence[Mapping[str, Any]], bool, str], str]
+    grammar: Callable[[Sequence[Mapping[str, Any]], bool, str | None], str]
 
 
 def is_json(text: str) -> bool:

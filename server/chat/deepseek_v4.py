@@ -29,6 +29,8 @@ EFFORTS: Mapping[str | None, Literal["low", "high"]] = {
     **dict.fromkeys(("xhigh", "max"), "high"),
 }
 """A request's effort, and the package's name for the text that the checkpoint has for it: none, or that of ``max``."""
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""A message's reasoning has one of these names."""
 TASKS = {
     "action": "<｜action｜>",
     "query": "<｜query｜>",
@@ -126,7 +128,7 @@ def _message(
     if role != "assistant":
         reason = f"messages: the chat format of this model does not know the role {role[:60]!r}."
         raise RequestFailed(Failure("unknown_role", reason), param="messages")
-    reasoning = (message.get("reasoning_content") or message.get("reasoning")) if thinking else None
+    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), None) if thinking else None
     if i and messages[i - 1].get("task") == "action":
         content, reasoning = TASKS["action"] + content, None
     elif thinking and (keeps_reasoning or is_open):
