@@ -91,7 +91,7 @@ async def test_recorded_answers_whole_and_streamed(
     backend.script.tokens_a_step = tokens_a_step
     for text, expected in ANSWERS:
         backend.script.answer = text
-        body = {"tools": TOOLS, "logprobs": True, **THINKING}
+        body: dict[str, Any] = {"tools": TOOLS, "logprobs": True, **THINKING}
         [choice] = (await chat(client, **body)).json()["choices"]
         [answer] = await streamed(client, **body)
         assert of_message(choice) == expected
@@ -106,7 +106,7 @@ async def test_cut_by_max_tokens_whole_and_streamed(client: httpx.AsyncClient, b
     text, whole = ANSWERS[2]
     backend.script.answer = text
     for n_tokens in range(1, len(backend.tokenizer.encode(text)), 3):
-        body = {"tools": TOOLS, "max_tokens": n_tokens, **THINKING}
+        body: dict[str, Any] = {"tools": TOOLS, "max_tokens": n_tokens, **THINKING}
         [choice] = (await chat(client, **body)).json()["choices"]
         [answer] = await streamed(client, **body)
         assert choice["finish_reason"] == answer.finish_reason == "length"
@@ -178,13 +178,14 @@ async def test_what_makes_it_think(
 
 async def test_how_reasoning_is_shown(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     backend.script.answer = "a b c d</think>e"
-    for body, expected in (
+    shown: list[tuple[dict[str, Any], Answer]] = [
         ({}, Answer("a b c d", "e")),
         ({"separate_reasoning": True, "stream_reasoning": False}, Answer("a b c d", "e")),
         ({"separate_reasoning": False}, Answer("", "a b c d</think>e")),
         ({"include_reasoning": False}, Answer("", "e")),
-    ):
-        [answer] = await streamed(client, **body, **THINKING)
+    ]
+    for body, expected in shown:
+        [answer] = await streamed(client, **{**THINKING, **body})
         assert Answer(answer.reasoning, answer.content) == expected
         assert of_message((await chat(client, **body, **THINKING)).json()["choices"][0]) == expected
     chunks = await events(client, CHAT, messages=HELLO, stream_reasoning=False, **THINKING)
@@ -209,9 +210,12 @@ async def test_the_last_message_goes_on(client: httpx.AsyncClient, backend: Fake
     assert error["param"] == "continue_final_message"
 
 
-async def test_calls_that_are_forced_are_a_grammar(client: httpx.AsyncClient, backend: FakeBackend) -> None:
-    await chat(client, tools=TOOLS)
+async def test_calls_that_are_not_forced_are_free(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    await chat(client, tools=TOOLS, tool_choice="auto")
     assert backend.requests[-1].sampling.grammar is None
+
+
+async def test_calls_that_are_forced_are_a_grammar(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     await chat(client, tools=TOOLS, tool_choice="required")
     grammar = backend.requests[-1].sampling.grammar
     assert grammar is not None
@@ -303,7 +307,7 @@ async def test_a_template_with_tools_has_its_parsers(tmp_path: Path) -> None:
         assert prompt(backend).startswith("<tools>calculator</tools><tools>get_weather</tools>")
         result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "7"}
         answer = await chat(client, messages=[*HELLO, message, result])
-        assert IGNORED_HEADER not in answer.headers
+        assert answer.headers[IGNORED_HEADER] == "messages.reasoning_content"
         assert prompt(backend).endswith("<tool_call>calculator3<tool>7")
         await chat(client, tools=TOOLS, tool_choice="required")
         grammar = backend.requests[-1].sampling.grammar
