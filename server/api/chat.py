@@ -12,6 +12,7 @@ from server.api.chat_requests import answer_syntax, check_chat, conversation_of
 from server.api.chat_writer import ChatWriter
 from server.api.fields import ignored_header
 from server.api.requests import check_request, serve
+from server.api.rules import read_rules
 from server.api.schemas import ChatCompletionRequest
 from server.api.streaming import WHOLE_OR_STREAMED, until_disconnect
 from server.api.tokenizing import PromptReader
@@ -30,10 +31,9 @@ def chat_router(backend: Backend, reader: PromptReader, chat: ChatFormat, route_
         ignored = [*body.ignored, *check_chat(body, chat)]
         prepare = partial(chat.prepare, conversation_of(body, chat), body.forced_calls)
         prompt, ids = await until_disconnect(request.receive, reader.read_chat(prepare, body_nbytes(request)))
+        rules = await until_disconnect(request.receive, read_rules(reader, body, prompt.grammar))
         writer = ChatWriter(backend, [ids], answer_syntax(body, chat, prompt))
-        response = await serve(
-            request, backend, body, [ids], rooms, writer, prompt_field="messages", grammar=prompt.grammar
-        )
+        response = await serve(request, backend, body, [ids], rooms, writer, rules, prompt_field="messages")
         response.headers.update(ignored_header(ignored))
         return response
 

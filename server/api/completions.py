@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from server.api.answers import Answer, Writer, finite, token_key
 from server.api.fields import ignored_header
 from server.api.requests import check_request, serve
+from server.api.rules import read_rules
 from server.api.schemas import CompletionRequest
 from server.api.streaming import WHOLE_OR_STREAMED, until_disconnect
 from server.api.tokenizing import PromptReader
@@ -28,10 +29,11 @@ def completions_router(backend: Backend, reader: PromptReader, route_class: type
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues each prompt."""
         rooms = check_request(backend, body, len(body.prompt))
+        rules = await until_disconnect(request.receive, read_rules(reader, body))
         prompts = await until_disconnect(request.receive, reader.read(body.prompt, "prompt"))
         echoes = await until_disconnect(request.receive, _echoes(body, prompts, reader))
         writer = CompletionWriter(backend, prompts, echoes)
-        response = await serve(request, backend, body, prompts, rooms, writer, prompt_field="prompt")
+        response = await serve(request, backend, body, prompts, rooms, writer, rules, prompt_field="prompt")
         response.headers.update(ignored_header(body.ignored))
         return response
 

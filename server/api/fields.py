@@ -63,7 +63,7 @@ HARMLESS = frozenset(
         *("max_dynamic_patch", "min_dynamic_patch", "use_audio_in_video", "return_mm_kwargs"),
         # details of something that is refused by itself
         *("parallel_tool_calls", "truncation_side", "routed_experts_start_len", "routed_experts_prompt_start"),
-        *("return_flat_raw_top_logprobs_b64", "guided_decoding_backend", "guided_whitespace_pattern"),
+        *("return_flat_raw_top_logprobs_b64", "guided_decoding_backend"),
         # how reasoning is shown, which only chat completions tell from the rest: there they are honoured
         *("separate_reasoning", "stream_reasoning"),
     }
@@ -72,15 +72,13 @@ HARMLESS = frozenset(
 
 _REFUSED_UNLESS_NOTHING = (
     # sampling
-    *("allowed_token_ids", "bad_words", "use_beam_search", "custom_logit_processor"),
-    *("watermark", "watermarking", "lora_path"),
+    *("use_beam_search", "custom_logit_processor", "watermark", "watermarking", "lora_path"),
     # what the prompt is
     *("suffix", "prompt_embeds", "input_ids", "truncate_prompt_tokens", "session_params"),
     # where the answer ends
     *("stop_regex", "repetition_detection"),
     # constrained decoding and tools
-    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("json_schema", "regex", "ebnf", "functions", "web_search_options"),
+    *("guided_whitespace_pattern", "functions", "web_search_options"),
     # how the answer is spelled
     *("audio", "include_stop_str_in_output", "no_stop_trim"),
     # more than the text
@@ -93,13 +91,12 @@ _REFUSED_UNLESS_NOTHING = (
 
 REFUSED: Mapping[str, Harmless] = {
     **dict.fromkeys(_REFUSED_UNLESS_NOTHING, _nothing),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_new_tokens"), _ZERO),
-    **dict.fromkeys(("repetition_penalty", "length_penalty"), _ONE),
-    **dict.fromkeys(("logit_bias", "custom_params", "vllm_xargs", "kv_transfer_params", "ec_transfer_params"), _EMPTY),
+    "min_new_tokens": _ZERO,
+    "length_penalty": _ONE,
+    **dict.fromkeys(("custom_params", "vllm_xargs", "kv_transfer_params", "ec_transfer_params"), _EMPTY),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), _only(True)),
     "function_call": _or("none", "auto"),
     "thinking_token_budget": _or(-1),
-    "response_format": _or({"type": "text"}),
     "modalities": _or(["text"]),
     "verbosity": _or("medium"),
 }

@@ -18,10 +18,10 @@ from server.api.errors import InvalidRequest, failure_body
 from server.api.generations import Generations
 from server.api.request_id import request_id
 from server.api.routed_rooms import MAX_GENERATIONS, routed_rooms
+from server.api.rules import Rules
 from server.api.schemas import GenerationFields, StreamOptions
 from server.api.streaming import EventStream, LiveStream, StreamTimes, until_disconnect
 from server.api.tokenizing import check_prompt_length, check_token_id
-from server.engine.grammar import Grammar
 from server.engine.request import (
     PREFILL_ROLE,
     Backend,
@@ -53,17 +53,18 @@ def check_request(backend: Backend, body: GenerationFields, n_prompts: int) -> l
     :raises InvalidRequest: names the field that is wrong.
     """
     check_model(backend, body.model)
-    n_generations = n_prompts * body.n_samples
+    n_generations = n_prompts * body.n_generated
     if n_generations > MAX_GENERATIONS:
         raise InvalidRequest("n", f"{n_generations} generations (prompts times n) are more than {MAX_GENERATIONS}.")
-    for token_id in body.stop_token_ids or ():
-        check_token_id(token_id, backend.tokenizer.vocab_size, "stop_token_ids")
+    for field, token_ids in {"stop_token_ids": body.stop_token_ids or (), **body.named_token_ids}.items():
+        for token_id in token_ids:
+            check_token_id(token_id, backend.tokenizer.vocab_size, field)
     return routed_rooms(
         body.bootstrap_host,
         body.bootstrap_port,
         body.bootstrap_room,
         n_prompts=n_prompts,
-        n_samples=body.n_samples,
+        n_samples=body.n_generated,
         on_prefill=backend.role == PREFILL_ROLE,
     )
 
@@ -75,12 +76,11 @@ async def serve(
     prompts: Sequence[Sequence[int]],
     rooms: Sequence[RoutedRoom | None],
     writer: Writer,
+    rules: Rules,
     *,
     prompt_field: str,
-    grammar: Grammar | None = None,
 ) -> Response:
-    """Generates ``n`` samples for each of ``prompts`` (token ids) and answers whole or as a stream. ``grammar`` is what
-    every answer has to match, if anything.
+    """Generates ``n`` samples for each of ``prompts`` (token ids) and answers whole or as a stream.
 
     The headers of the answer name the prefill node and the rooms. What fails before the head is out is a status code:
     a stream's head waits for the first token of any sample, but not for long (:class:`~.streaming.StreamTimes`). If a
@@ -91,14 +91,16 @@ async def serve(
     A prefill node's stream has an end when its head has to go out, with the tokens that there are: routers read it to
     its end before they relay anything of the decode node's, and the rooms go on without it.
     """
-    requests = _generation_requests(backend, body, prompts, rooms, writer.id, prompt_field, grammar)
+    requests = _generation_requests(backend, body, prompts, rooms, rules, writer.id, prompt_field)
     generations = Generations(backend, requests)
     is_at_prefill = backend.role == PREFILL_ROLE
     try:
         if not body.stream:
             answers = await until_disconnect(request.receive, _collect(generations, writer))
             headers = generations.route_headers
-            return JSONResponse(writer.whole(answers, pd_object(request_id(), headers)), headers=headers)
+            return JSONResponse(
+                writer.whole(best_answers(answers, body), pd_object(request_id(), headers)), headers=headers
+            )
         times: StreamTimes = request.app.state.stream_times
         chunks = Chunks(writer, body.stream_options or StreamOptions(), generations)
         if is_at_prefill:
@@ -120,17 +122,19 @@ def _generation_requests(
     body: GenerationFields,
     prompts: Sequence[Sequence[int]],
     rooms: Sequence[RoutedRoom | None],
+    rules: Rules,
     response_id: str,
     prompt_field: str,
-    grammar: Grammar | None,
 ) -> list[GenerationRequest]:
     """One request for every sample of every prompt, samples of one prompt side by side."""
     requests: list[GenerationRequest] = []
     for ids in prompts:
         sampling = _fit_context(backend, body, len(ids), prompt_field)
-        sampling = sampling if grammar is None else replace(sampling, grammar=grammar)
+        sampling = replace(sampling, bad_words=rules.bad_words, grammar=rules.grammar)
+        if body.n_generated > body.n_samples and sampling.logprobs is None:
+            sampling = replace(sampling, logprobs=0)  # the best are those with the largest sum
         prompt_ids = tuple(ids)  # one for all samples
-        for sample in range(body.n_samples):
+        for sample in range(body.n_generated):
             seed = None if sampling.seed is None else sample_seed(sampling.seed, sample)
             index = len(requests)
             sample_id = f"{response_id}-{index}"
@@ -176,6 +180,19 @@ def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt
             "min_tokens", f"min_tokens {sampling.min_tokens} is more than max_tokens {sampling.max_tokens}."
         )
     return sampling
+
+
+def best_answers(answers: Sequence[Answer], body: GenerationFields) -> Sequence[Answer]:
+    """Of the answers to each prompt the ``n_samples`` with the largest sum of log probabilities, the best first."""
+    if body.n_generated == body.n_samples:
+        return answers
+    best: list[Answer] = []
+    for first in range(0, len(answers), body.n_generated):
+        ranked = sorted(
+            answers[first : first + body.n_generated], key=lambda answer: -sum(each.logprob for each in answer.logprobs)
+        )
+        best += ranked[: body.n_samples]
+    return [replace(answer, logprobs=[]) for answer in best] if body.n_logprobs is None else best
 
 
 async def _collect(generations: Generations, writer: Writer) -> list[Answer]:

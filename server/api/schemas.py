@@ -33,7 +33,9 @@ from server.api.fields import (
     ignored_fields,
     refuse_unsupported,
 )
+from server.api.grammar_fields import GrammarFields
 from server.api.routed_rooms import MAX_GENERATIONS, Hosts, Ports, Rooms
+from server.api.sampling_fields import SamplingFields
 from server.engine.request import MAX_LOGPROBS, SamplingParams
 
 MAX_STOP_STRINGS = 16
@@ -56,7 +58,7 @@ class StreamOptions(BaseModel):
     """Accepted and without effect: it pads a hosted service's chunks."""
 
 
-class GenerationFields(BaseModel):
+class GenerationFields(SamplingFields, GrammarFields):
     """What both kinds of completion share. None means: the server's default."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -125,6 +127,11 @@ class GenerationFields(BaseModel):
         return self.n or 1
 
     @property
+    def n_generated(self) -> int:
+        """How many are generated for each prompt; the best ``n_samples`` of them are the answer."""
+        return self.n_samples
+
+    @property
     def asked_max_tokens(self) -> int | None:
         """What the request itself says; the newer of the two names wins."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -147,6 +154,7 @@ class GenerationFields(BaseModel):
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,
             "logprobs": self.n_logprobs,
+            **self.asked_edits(),
         }
         return replace(defaults, **{name: value for name, value in asked.items() if value is not None})
 
@@ -206,12 +214,14 @@ class CompletionRequest(GenerationFields):
     ]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of != self.n_samples:
-            raise InvalidRequest("best_of", "best_of is only supported where it equals n.", code="unsupported")
+        if self.n_generated < self.n_samples:
+            raise InvalidRequest("best_of", f"best_of {self.best_of} is less than n {self.n_samples}.")
+        if self.stream and self.n_generated > self.n_samples:
+            raise InvalidRequest("best_of", "best_of is not allowed with stream: true: the best are known at the end.")
         if self.echo and self.logprobs is not None:
             raise InvalidRequest(
                 "echo",
@@ -220,6 +230,10 @@ class CompletionRequest(GenerationFields):
                 code="unsupported",
             )
         return self
+
+    @property
+    def n_generated(self) -> int:
+        return self.n_samples if self.best_of is None else self.best_of
 
     @property
     def n_logprobs(self) -> int | None:

@@ -10,14 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from server.engine.request import SamplingParams
-from server.kernels.sampling import EDIT
+from server.kernels.sampling import EDIT, Words
 
 Table = npt.NDArray[np.void]
 """Edits of :data:`.EDIT`, each token once: how often the answer has it (0: only the prompt does, -1: penalties do not
 apply), and its bias.
 """
-Words = npt.NDArray[np.uint32]
-"""A mask: bit ``i % 32`` of word ``i // 32`` says whether token ``i`` may be chosen. Tokens behind its end may not."""
 Reals = npt.NDArray[np.float32]
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from server.cache.layout import Placement
 from server.cache.owners import Owner
+from server.engine.guide import Guide
 from server.engine.request import FinishReason, GenerationRequest, TokenLogprob, TokenOutput
 from server.failure import Failure
 
@@ -81,7 +82,17 @@ class Stop:
 
 
 Begin = Prefill | Generate | Resume
-Command = Begin | Prepare | Cancel | Scrub | Stop
+
+
+@dataclass(frozen=True)
+class GrammarReady:
+    """The engine's own command: the grammar of ``command`` is compiled, or cannot be."""
+
+    command: Begin
+    guide: Guide | Exception
+
+
+Command = Begin | Prepare | Cancel | Scrub | Stop | GrammarReady
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from llguidance.gbnf_to_lark import any_to_lark
+
 MAX_GRAMMAR_CHARS = 1 << 16
 """The longest text of a grammar: what reading it costs follows its length."""
+MAX_EBNF_CHARS = 1 << 14
+"""The longest grammar in another notation, which is converted first, by slower code."""
 GrammarKind = Literal["json_schema", "regex", "lark"]
 
 
@@ -30,3 +34,13 @@ class Grammar:
     def choice(cls, choices: Sequence[str]) -> Grammar:
         """One of these texts."""
         return cls("lark", "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+
+    @classmethod
+    def ebnf(cls, text: str) -> Grammar:
+        """A grammar in GBNF (that of llama.cpp) or in Lark. Raises :class:`ValueError` for one that is neither."""
+        if len(text) > MAX_EBNF_CHARS:
+            raise ValueError(f"the grammar has {len(text)} characters: at most {MAX_EBNF_CHARS} are allowed")
+        try:
+            return cls("lark", any_to_lark(text))
+        except Exception as error:
+            raise ValueError(f"not a grammar in GBNF: {error}") from error

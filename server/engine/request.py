@@ -12,6 +12,7 @@ import msgspec
 from server.engine.grammar import Grammar
 
 if TYPE_CHECKING:
+    from server.engine.grammar_compiler import GrammarCompiler
     from server.engine.tokenizer_process import TokenizerProcess
     from server.failure import RequestFailed
 
@@ -165,6 +166,7 @@ class TokenizerLike(Protocol):
     eos_token_ids: frozenset[int]
     chars_per_token: int | None
     """The most characters that one token stands for; None if there is no such number."""
+    grammars: GrammarCompiler
 
     def encode(self, text: str) -> list[int]: ...
 

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from server.engine.edits import Reals, Table, Words, apply, bans
+from server.engine.edits import Reals, Table, apply, bans
 from server.engine.request import SamplingParams, TokenLogprob
-from server.kernels.sampling import ROW, SampleKernel
+from server.kernels.sampling import ROW, SampleKernel, Words
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would leave nothing but ties."""

@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from server.cache.digest import StateDigests
+from server.engine.choice_rules import ChoiceRules
 from server.engine.events import Begin
 from server.engine.speculation import ChainStart, DraftState
 from server.engine.stopping import OutputProcessor
@@ -19,10 +20,10 @@ class Sequence:
     pools.
     """
 
-    def __init__(self, command: Begin, processor: OutputProcessor) -> None:
+    def __init__(self, command: Begin, processor: OutputProcessor, rules: ChoiceRules) -> None:
         self.command = command
         self.key, self.request, self.placement = command.key, command.request, command.placement
-        self.processor = processor
+        self.processor, self.rules = processor, rules
         self.tokens = list(command.request.prompt_ids)
         self.n_prompt = len(self.tokens)
         self.n_computed = 0
@@ -51,7 +52,8 @@ class Sequence:
         if self.draft is None or n_draft < 1:
             return None
         start = self.n_computed - self.draft.streams.shape[0]
-        return ChainStart(self.draft, start, self.tokens[start + 1 : self.n_computed + 1], self.placement, n_draft)
+        next_ids = self.tokens[start + 1 : self.n_computed + 1]
+        return ChainStart(self.draft, start, next_ids, self.placement, n_draft, self.rules.guide)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,13 @@ import struct
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 EDIT = np.dtype([("token", "<i4"), ("count", "<i4"), ("bias", "<f4")])
 """``SampleEdit``: what changes one logit of a row before anything is chosen."""
+Words = npt.NDArray[np.uint32]
+"""A mask: bit ``i % 32`` of word ``i // 32`` says whether token ``i`` may be chosen. Tokens behind its end may not."""
 ROW = struct.Struct("<QQQQddffffiiiiii")
 """``SampleRow``: addresses of the edits, of the row's own edits and of the mask, draw, top_p, min_p, scale, repetition,
 presence, frequency, n_edits, n_own, n_mask_words, top_k, n_top, and 0."""

@@ -105,7 +105,7 @@ def test_what_was_prepared_is_used_once(harness: Harness, monkeypatch: pytest.Mo
         made.append(args)
         return OutputProcessor(*args)
 
-    monkeypatch.setattr("server.engine.engine.OutputProcessor", make)
+    monkeypatch.setattr("server.engine.preparation.OutputProcessor", make)
     r, where = request(20, max_tokens=1), Placement(1, (1,))
     for is_scrubbed, n_made in ((False, 1), (True, 3)):
         harness.engine.submit(Prepare("x", r))

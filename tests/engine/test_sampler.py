@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -195,14 +196,14 @@ def test_min_p_leaves_what_has_that_part_of_the_best(sample: Sample) -> None:
     assert {t.token_id for t in sample(logits.expand(50, -1), only_best)} == {3}
 
 
-PENALTIES = {"repetition_penalty": 2.0, "presence_penalty": 0.25, "frequency_penalty": 0.5}
+PENALIZED = SamplingParams(repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5)
 
 
 def test_edits_are_applied_in_their_order(sample: Sample) -> None:
     logits = torch.tensor([[2.0, -1.0, 4.0, 3.0, 5.0]])
     table = np.array([(0, 3, 0.0), (1, 0, 9.0), (2, -1, 0.5), (3, 1, 0.0), (4, 2, -np.inf), (77, 1, 5.0)], EDIT)
     expected = torch.tensor([[2.0 / 2 - 1.5 - 0.25, -2.0 + 9.0, 4.5, 3.0 / 2 - 0.75, -torch.inf]])
-    params = SamplingParams(temperature=1.0, logprobs=5, **PENALTIES)
+    params = replace(PENALIZED, temperature=1.0, logprobs=5)
     for i in range(30):
         [edited] = sample(logits, [RowSampling(params, 1, i, edits=table)])
         [plain] = sample(expected, [RowSampling(params, 1, i)])
@@ -214,11 +215,10 @@ def test_edits_are_applied_in_their_order(sample: Sample) -> None:
 
 def test_an_edit_of_the_row_takes_the_place_of_the_request_s(sample: Sample) -> None:
     logits = torch.tensor([[4.0, 3.9, 0.0]])
-    params = SamplingParams(**PENALTIES)
     request = np.array([(0, -1, 0.0), (1, 5, 0.0)], EDIT)
-    assert sample(logits, [RowSampling(params, 1, 1, edits=request)])[0].token_id == 0
+    assert sample(logits, [RowSampling(PENALIZED, 1, 1, edits=request)])[0].token_id == 0
     own = np.array([(1, 0, 3.0)], EDIT)  # 3.9 / 2 + 3, and not also the request's penalties
-    assert sample(logits, [RowSampling(params, 1, 1, edits=request, own=own)])[0].token_id == 1
+    assert sample(logits, [RowSampling(PENALIZED, 1, 1, edits=request, own=own)])[0].token_id == 1
 
 
 def test_a_mask_lets_through_what_it_names_and_nothing_behind_its_end(sample: Sample) -> None:

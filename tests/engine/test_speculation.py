@@ -89,7 +89,7 @@ def test_right_and_wrong_drafts_mixed_in_one_batch(
     rng = random.Random(0)
     by_slot = {i + 1: r for i, r in enumerate(batch)}
 
-    def propose(runner: ModelRunner, starts: Sequence[ChainStart]) -> list[list[int]]:
+    def propose(runner: ModelRunner, starts: Sequence[ChainStart], kernel: object) -> list[list[int]]:
         drafts = []
         for s in starts:
             prompt = by_slot[s.placement.slot].prompt_ids
@@ -111,7 +111,7 @@ def test_stops_cut_inside_an_accepted_run(harness: Callable[..., Harness], monke
     (r,) = requests([30])
     answer = texts(harness(0).generate([r]), [r])[0]
 
-    def propose(runner: ModelRunner, starts: Sequence[ChainStart]) -> list[list[int]]:
+    def propose(runner: ModelRunner, starts: Sequence[ChainStart], kernel: object) -> list[list[int]]:
         return [answer[s.start + len(s.next_ids) - 30 + 1 :][: s.n_draft] for s in starts]
 
     monkeypatch.setattr(engine_module, "propose", propose)
@@ -131,7 +131,7 @@ def test_drafts_that_stand_behind_the_end_are_not_counted(
     (r,) = requests([30])
     answer = texts(harness(0).generate([r]), [r])[0]
 
-    def propose(runner: ModelRunner, starts: Sequence[ChainStart]) -> list[list[int]]:
+    def propose(runner: ModelRunner, starts: Sequence[ChainStart], kernel: object) -> list[list[int]]:
         return [answer[s.start + len(s.next_ids) - 30 + 1 :][: s.n_draft] for s in starts]
 
     monkeypatch.setattr(engine_module, "propose", propose)
