@@ -31,7 +31,8 @@ def chat_router(backend: Backend, reader: PromptReader, chat: ChatFormat, route_
         ignored = [*body.ignored, *check_chat(body, chat)]
         prepare = partial(chat.prepare, conversation_of(body, chat), body.forced_calls)
         prompt, ids = await until_disconnect(request.receive, reader.read_chat(prepare, body_nbytes(request)))
-        rules = await until_disconnect(request.receive, read_rules(reader, body, prompt.grammar))
+        reading = read_rules(reader, body, prompt.grammar, prompt.reasoning_rule)
+        rules = await until_disconnect(request.receive, reading)
         writer = ChatWriter(backend, [ids], answer_syntax(body, chat, prompt))
         response = await serve(request, backend, body, [ids], rooms, writer, rules, prompt_field="messages")
         response.headers.update(ignored_header(ignored))

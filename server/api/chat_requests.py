@@ -78,6 +78,7 @@ def conversation_of(body: ChatCompletionRequest, chat: ChatFormat) -> Conversati
         tools=(body.tools or ()) if body.offers_tools else (),
         thinking=_thinking(body, kwargs),
         reasoning_effort=body.reasoning_effort or kwargs.get("reasoning_effort"),
+        response_schema=_response_schema(body.response_format),
         variables=kwargs,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
@@ -97,6 +98,13 @@ def answer_syntax(body: ChatCompletionRequest, chat: ChatFormat, prompt: Prompt)
         whole_reasoning=body.stream_reasoning is False,
         max_calls=1 if is_one_call else None,
     )
+
+
+def _response_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The JSON schema that is asked for; what is wrong with it is found when it is made a grammar."""
+    inner = (response_format or {}).get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    return schema if isinstance(schema, dict) else None
 
 
 def _thinking(body: ChatCompletionRequest, kwargs: dict[str, Any]) -> bool | None:

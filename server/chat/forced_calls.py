@@ -9,6 +9,7 @@ from typing import Any
 
 from server.chat.dsml import CALLS, END_CALLS, END_INVOKE, END_PARAMETER, INVOKE, PARAMETER
 from server.chat.hermes import BEGIN, END
+from server.chat.reasoning_grammar import escaped
 from server.failure import Failure, RequestFailed
 
 _SPACING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -26,7 +27,7 @@ _TEXT = r"([^<]|<[^｜\/]|<\/[^｜])*"
 
 def dsml_grammar(tools: Sequence[Mapping[str, Any]], is_parallel: bool, reasoning: str | None) -> str:
     """One call of one of ``tools``, or more if ``is_parallel``, as DSML.
-    ``reasoning`` is the rule for the reasoning before it, of :func:`reasoning_rule`; None: there is none.
+    ``reasoning`` is the rule for the reasoning before it, of :func:`.reasoning_rule`; None: there is none.
 
     Parameters come in the order of their schema, those that are not required or are left out. A text without conditions
     is written as it is, any other value as JSON.
@@ -53,13 +54,6 @@ def hermes_grammar(tools: Sequence[Mapping[str, Any]], is_parallel: bool, reason
         arguments = _json({"type": "object"} | dict(schema))
         rules.append(f"call{i}: {begin} {arguments} {_literal(f'}}{chr(10)}{END}{chr(10)}')}")
     return "\n".join(rules)
-
-
-def reasoning_rule(tag: str, token_id: int | None) -> str:
-    """The rule of a grammar for reasoning up to ``tag``, which is a token, or else a text."""
-    if token_id is not None:
-        return f"reasoning: TEXT? <[{token_id}]>\nTEXT: /(?s:.+)/"
-    return f"reasoning[lazy]: /(?s:.*){_escaped(tag)}/"
 
 
 def _begin(is_parallel: bool, reasoning: str | None, begin: str, end: str, n_tools: int) -> list[str]:
@@ -111,7 +105,7 @@ def _parameter(key: str, schema: Mapping[str, Any]) -> str:
     if isinstance(texts, list) and texts and all(isinstance(text, str) and "<" not in text for text in texts):
         return "(" + " | ".join(_literal(begin + text + end) for text in texts) + ")"
     if says == {"type": "string"}:
-        return f"/{_escaped(begin)}{_TEXT}{_escaped(end)}/"
+        return f"/{escaped(begin)}{_TEXT}{escaped(end)}/"
     begin = f'{PARAMETER} name="{key}" string="false">'
     return f"{_literal(begin)} {_json(schema)} {_literal(end)}"
 
@@ -122,7 +116,3 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r'([\\/.^$*+?()\[\]{}|"-])', r"\\\1", text).replace("\n", "\\n").replace('\\"', '"')

@@ -6,14 +6,14 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from server.chat import deepseek_v4
 from server.chat.answer import ReasoningTags
 from server.chat.calls import ToolSyntax
 from server.chat.conversation import Conversation
-from server.chat.forced_calls import reasoning_rule
+from server.chat.reasoning_grammar import reasoning_rule
 from server.engine.grammar import Grammar
 from server.engine.request import TokenizerLike
 
@@ -30,13 +30,15 @@ class ForcedCalls:
 class Prompt:
     """The text of a prompt with its special tokens, and what it says about the answer.
 
-    ``starts_in_reasoning``: it has begun the reasoning. ``has_ended_reasoning``: it has ended it. ``grammar`` is what
-    the answer has to match, if calls are forced.
+    ``starts_in_reasoning``: it has begun the reasoning. ``has_ended_reasoning``: it has ended it. ``reasoning_rule`` is
+    the part of a grammar for the reasoning that comes first, if any. ``grammar`` is what the answer has to match, if
+    calls are forced.
     """
 
     text: str
     starts_in_reasoning: bool = False
     has_ended_reasoning: bool = False
+    reasoning_rule: str | None = None
     grammar: Grammar | None = None
 
 
@@ -90,13 +92,13 @@ class ChatFormat(ABC):
         :raises RequestFailed: as :meth:`render`; 400 ``unsupported`` for calls that no grammar can force.
         """
         prompt = self.render(conversation)
-        if forced is None or self.tools is None:
-            return prompt
         rule = None
         if prompt.starts_in_reasoning and self.reasoning is not None:
             rule = reasoning_rule(self.reasoning.end, self._tokenizer.token_id(self.reasoning.end))
-        grammar = Grammar("lark", self.tools.grammar(forced.tools, forced.is_parallel, rule))
-        return Prompt(prompt.text, prompt.starts_in_reasoning, prompt.has_ended_reasoning, grammar)
+        grammar = None
+        if forced is not None and self.tools is not None:
+            grammar = Grammar("lark", self.tools.grammar(forced.tools, forced.is_parallel, rule))
+        return replace(prompt, reasoning_rule=rule, grammar=grammar)
 
 
 class DeepseekV4Format(ChatFormat):

@@ -9,7 +9,9 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from server.chat.forced_calls import dsml_grammar, hermes_grammar, reasoning_rule
+from server.chat.forced_calls import dsml_grammar, hermes_grammar
+from server.chat.reasoning_grammar import behind_reasoning, reasoning_rule
+from server.engine.grammar import Grammar
 from server.failure import RequestFailed
 from tests.chat.parsing import HERMES, read
 from tests.chat.recorded import calls, invoke, parameter
@@ -127,3 +129,25 @@ def test_parameters_that_dsml_cannot_force_are_refused(schema: dict[str, Any]) -
 def test_a_schema_may_refer_to_its_own_definitions(library: LLTokenizer, tokenizer: Tokenizer) -> None:
     grammar = dsml_grammar([tool("f", {"$ref": "#/$defs/P", "$defs": {"P": POINT}})], True, None)
     assert follows(library, tokenizer, grammar, calls(invoke("f", parameter("q", "[1]", is_text=False))))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (Grammar("json_schema", '{"type": "object", "required": ["x"]}'), '{"x": 1}', "{}"),
+        (Grammar("regex", r"a/\/b|[0-9]+\n"), "a//b", "a/b"),
+        (Grammar("regex", r"a/\/b|[0-9]+\n"), "12\n", "12"),
+        (Grammar.choice(["yes", "}"]), "}", "no"),
+    ],
+)
+def test_what_an_answer_must_look_like_holds_behind_its_reasoning(
+    library: LLTokenizer, tokenizer: Tokenizer, grammar: Grammar, good: str, bad: str
+) -> None:
+    for rule, begin in (
+        (reasoning_rule("</think>", 128822), "I think.</think>"),
+        (reasoning_rule("|end|", None), "a|end|"),
+    ):
+        text = behind_reasoning(rule, grammar).text
+        assert follows(library, tokenizer, text, begin + good)
+        assert not follows(library, tokenizer, text, begin + bad)
+        assert not follows(library, tokenizer, text, good)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from server.cache.layout import Placement
-from server.engine import engine as engine_module
+from server.engine import speculation
 from server.engine.engine import Engine
 from server.engine.events import Cancel, ComputeFailed, Event, Finished, Generate, Prefill, PrefillFinished
 from server.engine.grammar import Grammar
@@ -173,14 +173,14 @@ def test_what_only_a_wrong_draft_runs_into_fails_nothing(
 def test_a_draft_fits_the_grammar(harnesses: dict[int, Harness], monkeypatch: pytest.MonkeyPatch) -> None:
 
     proposed: list[list[int]] = []
-    propose = engine_module.propose
+    propose = speculation.propose
 
     def noted(runner: Any, starts: Any, kernel: Any) -> list[list[int]]:
         drafts = propose(runner, starts, kernel)
         proposed.extend(drafts)
         return drafts
 
-    monkeypatch.setattr(engine_module, "propose", noted)
+    monkeypatch.setattr("server.engine.engine.propose", noted)
     batch = requests(allowed_token_ids=None, grammar=Grammar("regex", "[ab]{30,40}"))
     answers(harnesses[3].generate(batch), batch)
     letters = {harnesses[3].engine._tokenizer.token_text(i) for draft in proposed for i in draft}  # noqa: SLF001
