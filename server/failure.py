@@ -61,7 +61,7 @@ _CODES = {
         "unsupported",
         "wrong_role",
     ),
-    FailureKind.NOT_FOUND: ("model_not_found",),
+    FailureKind.NOT_FOUND: ("model_not_found", "room_not_found"),
     FailureKind.CONFLICT: ("duplicate_room", "room_over"),
     FailureKind.ABORTED: ("aborted",),
     FailureKind.INTERNAL: (

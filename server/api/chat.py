@@ -33,7 +33,7 @@ def chat_router(backend: Backend, reader: PromptReader, chat: ChatFormat, route_
         prompt, ids = await until_disconnect(request.receive, reader.read_chat(prepare, body_nbytes(request)))
         reading = read_rules(reader, body, prompt.grammar, prompt.reasoning_rule)
         rules = await until_disconnect(request.receive, reading)
-        writer = ChatWriter(backend, [ids], answer_syntax(body, chat, prompt))
+        writer = ChatWriter(backend, [ids], answer_syntax(body, chat, prompt), n_prompt_logprobs=body.prompt_logprobs)
         response = await serve(request, backend, body, [ids], rooms, writer, rules, prompt_field="messages")
         response.headers.update(ignored_header(ignored))
         return response

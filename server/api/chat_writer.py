@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from server.api.answers import Answer, Writer, finite, token_key
+from server.api.prompt_logprobs import vllm_entries
 from server.chat.answer import AnswerParser, AnswerSyntax
 from server.chat.events import CallBegin, Content, Event, Reasoning
 from server.engine.request import Backend, FinishReason, TokenLogprob, TokenOutput
@@ -48,19 +49,36 @@ def events_of(parser: AnswerParser, output: TokenOutput) -> list[Event]:
 
 
 class ChatWriter(Writer):
-    """Choices of ``chat.completion`` objects. A stream's first chunk for each choice carries the role alone."""
+    """Choices of ``chat.completion`` objects. A stream's first chunk for each choice carries the role alone.
+    ``n_prompt_logprobs`` is what the field ``prompt_logprobs`` asks for.
+    """
 
     id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def __init__(self, backend: Backend, prompts: Sequence[Sequence[int]], syntax: AnswerSyntax) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        prompts: Sequence[Sequence[int]],
+        syntax: AnswerSyntax,
+        *,
+        n_prompt_logprobs: int | None = None,
+    ) -> None:
         super().__init__(backend, prompts)
+        self._prompts, self._n_prompt_logprobs = prompts, n_prompt_logprobs
         self._syntax = syntax
         self._streamed: dict[int, AnswerParser] = {}
 
     def answer(self) -> ChatAnswer:
         return ChatAnswer(parser=AnswerParser(self._syntax))
+
+    def whole(self, answers: Sequence[Answer], pd: Mapping[str, str]) -> dict[str, Any]:
+        """As vLLM does, with the log probabilities of the prompt beside the choices, which have it in common."""
+        answer, found, n_top = super().whole(answers, pd), answers[0].prompt_logprobs, self._n_prompt_logprobs
+        if found is not None and n_top is not None:
+            answer["prompt_logprobs"] = vllm_entries(self._tokenizer, self._prompts[0], found, n_top)
+        return answer
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         assert isinstance(answer, ChatAnswer)

@@ -82,7 +82,7 @@ _REFUSED_UNLESS_NOTHING = (
     # how the answer is spelled
     *("audio", "include_stop_str_in_output", "no_stop_trim"),
     # more than the text
-    *("moderation", "prompt_logprobs", "logprob_token_ids", "sampling_logprobs_mode"),
+    *("moderation", "logprob_token_ids", "sampling_logprobs_mode"),
     *("return_tokens_as_token_ids", "return_token_ids", "return_prompt_token_ids", "return_token_offsets"),
     *("return_prompt_text", "return_hidden_states", "return_routed_experts", "return_cached_tokens_details"),
     *("return_spec_tokens_details", "return_meta_info", "return_input_ids_in_sglext"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import xxhash
 from fastapi import Request, Response
@@ -16,12 +17,15 @@ from server.api.answers import Answer, Writer
 from server.api.chunks import Chunks, event, pd_object
 from server.api.errors import InvalidRequest, failure_body
 from server.api.generations import Generations
+from server.api.lanes import Lane
+from server.api.prompt_logprobs import INLINE_ENTRIES, n_entries
 from server.api.request_id import request_id
 from server.api.routed_rooms import MAX_GENERATIONS, routed_rooms
 from server.api.rules import Rules
 from server.api.schemas import GenerationFields, StreamOptions
 from server.api.streaming import EventStream, LiveStream, StreamTimes, until_disconnect
 from server.api.tokenizing import check_prompt_length, check_token_id
+from server.engine.prompt_logprobs import over_limit
 from server.engine.request import (
     PREFILL_ROLE,
     Backend,
@@ -94,13 +98,15 @@ async def serve(
     requests = _generation_requests(backend, body, prompts, rooms, rules, writer.id, prompt_field)
     generations = Generations(backend, requests)
     is_at_prefill = backend.role == PREFILL_ROLE
+    lane: Lane = request.app.state.answers_lane
     try:
         if not body.stream:
             answers = await until_disconnect(request.receive, _collect(generations, writer))
             headers = generations.route_headers
-            return JSONResponse(
-                writer.whole(best_answers(answers, body), pd_object(request_id(), headers)), headers=headers
-            )
+            pd = pd_object(request_id(), headers)
+            spell = partial(_respond, writer, best_answers(answers, body), pd, headers)
+            size = n_entries(answer.prompt_logprobs for answer in answers)
+            return spell() if size <= INLINE_ENTRIES else await until_disconnect(request.receive, lane.run(size, spell))
         times: StreamTimes = request.app.state.stream_times
         chunks = Chunks(writer, body.stream_options or StreamOptions(), generations)
         if is_at_prefill:
@@ -108,13 +114,20 @@ async def serve(
             events = [event for index, output in outputs for event in chunks.events(index, output)]
             return EventStream([*events, *chunks.end()], headers=generations.route_headers)
         await until_disconnect(request.receive, generations.wait(times.head_s))
-        return LiveStream(generations, chunks, times.comment_s, headers=generations.route_headers)
+        long_lane = None if requests[0].sampling.prompt_logprobs is None else lane
+        return LiveStream(generations, chunks, times.comment_s, headers=generations.route_headers, lane=long_lane)
     except BaseException as error:
         generations.abort()
         is_event = body.stream and requests[0].routed is not None and not is_at_prefill
         if is_event and isinstance(error, RequestFailed):
             return EventStream([event(failure_body(error))])
         raise
+
+
+def _respond(
+    writer: Writer, answers: Sequence[Answer], pd: Mapping[str, str], headers: Mapping[str, str]
+) -> JSONResponse:
+    return JSONResponse(writer.whole(answers, pd), headers=dict(headers))
 
 
 def _generation_requests(
@@ -128,6 +141,9 @@ def _generation_requests(
 ) -> list[GenerationRequest]:
     """One request for every sample of every prompt, samples of one prompt side by side."""
     requests: list[GenerationRequest] = []
+    reason = over_limit(sum(map(len, prompts)), body.n_prompt_logprobs, body.n_generated)
+    if reason is not None:
+        raise InvalidRequest("logprobs" if body.prompt_logprobs is None else "prompt_logprobs", reason)
     for ids in prompts:
         sampling = _fit_context(backend, body, len(ids), prompt_field)
         sampling = replace(sampling, bad_words=rules.bad_words, grammar=rules.grammar)
@@ -155,7 +171,8 @@ def sample_seed(seed: int, sample: int) -> int:
 def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt_field: str) -> SamplingParams:
     """Sampling parameters for a prompt of ``n_prompt`` tokens. The default of max_tokens shrinks to what fits.
 
-    A prefill node generates one token whatever is asked, and the decode node checks the rest.
+    A prefill node generates one token whatever is asked, and the decode node checks the rest. The log probabilities of
+    the prompt are in the decode node's answer, to which they are handed over.
 
     :raises InvalidRequest: the prompt is empty, or it or the asked max_tokens does not fit the context.
     """
@@ -165,7 +182,7 @@ def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt
     room = backend.max_context - n_prompt
     sampling = body.sampling(backend.sampling_defaults)
     if backend.role == PREFILL_ROLE:
-        return replace(sampling, max_tokens=1, min_tokens=0)
+        return replace(sampling, max_tokens=min(1, sampling.max_tokens), min_tokens=0, prompt_logprobs=None)
     if body.asked_max_tokens is not None and body.asked_max_tokens > room:
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         raise InvalidRequest(

@@ -31,6 +31,7 @@ from server.engine.events import (
     Prefill,
     PrefillFinished,
     Prepare,
+    PromptScored,
     Resume,
     Scrub,
     Scrubbed,
@@ -38,10 +39,11 @@ from server.engine.events import (
 )
 from server.engine.guide import GrammarFailed
 from server.engine.preparation import Preparation, Prepared
-from server.engine.request import FinishReason, TokenizerLike, TokenLogprob
+from server.engine.request import FinishReason, TokenizerLike, TokenLogprob, TokenOutput
 from server.engine.runner import ModelRunner
 from server.engine.sampler import NonFiniteLogits, RowSampling, sample
 from server.engine.scheduler import Chunk, Scheduler, Sequence
+from server.engine.scoring import score_rows
 from server.engine.speculation import ChainStart, DraftState, accepted, propose
 from server.failure import Failure, RequestFailed
 from server.kernels.sampling import SampleKernel
@@ -225,9 +227,12 @@ class Engine(threading.Thread):
         for batch, (started, output) in self._batches(chunks, self._prompt_forward):
             self._runner.synchronize()
             elapsed = time.perf_counter() - started
+            ends = list(accumulate(chunk.n_tokens for chunk in batch))
             done = []
             for i, chunk in enumerate(batch):
                 sequence = chunk.sequence
+                if not self._score(chunk, output, ends[i]):
+                    continue
                 self._scheduler.advance(chunk)
                 sequence.prefill_s += elapsed
                 if sequence.is_computed:
@@ -236,7 +241,6 @@ class Engine(threading.Thread):
                     self._on_event(ChunkComputed(sequence.key, sequence.n_computed))
                     with self._failing(sequence):
                         sequence.digests.take_pages(sequence.n_computed)
-            ends = list(accumulate(chunk.n_tokens for chunk in batch))
             complete = [batch[i].sequence for i in done]
             chosen = self._choose(complete, [[]] * len(done), output.logits[done])
             for i, sequence, choices in zip(done, complete, chosen, strict=True):
@@ -249,7 +253,10 @@ class Engine(threading.Thread):
         with the prompt's token t + 1.
         """
         started = time.perf_counter()
-        output = self._runner.forward([chunk.sequence.segment(chunk.n_tokens) for chunk in chunks])
+        output = self._runner.forward(
+            [chunk.sequence.segment(chunk.n_tokens) for chunk in chunks],
+            with_hidden=any(chunk.sequence.n_top is not None for chunk in chunks),
+        )
         if not self._runner.drafts:
             return started, output
         segments, streams, row = [], [], 0
@@ -271,13 +278,44 @@ class Engine(threading.Thread):
                 raise RuntimeError(f"the draft's rows: {error}") from error
         return started, output
 
+    def _score(self, chunk: Chunk, output: ForwardOutput, end: int) -> bool:
+        """Reports what the rows of a chunk, which end at row ``end`` of the step, think of the prompt's tokens behind
+        them, if that was asked for. False: the request has failed.
+        """
+        sequence = chunk.sequence
+        if sequence.n_top is None or output.hidden is None:
+            return True
+        first = sequence.n_computed + 1  # the first row is about the token behind it
+        targets = sequence.tokens[first : first + chunk.n_tokens]
+        start, began = end - chunk.n_tokens, time.perf_counter()
+        try:
+            rows = score_rows(
+                self._runner.logits,
+                output.hidden[start : start + len(targets)],
+                targets,
+                n_top=sequence.n_top,
+                vocab_size=self._runner.model.config.vocab_size,
+                kernel=self._sample_kernel,
+            )
+        except Exception as error:  # noqa: BLE001  (logged with the failure)
+            self._fail(sequence, error)
+            return False
+        sequence.prefill_s += time.perf_counter() - began
+        if rows:
+            self._on_event(PromptScored(sequence.key, rows))
+        return True
+
     def _end_prompt(self, sequence: Sequence, choices: list[TokenLogprob], streams: torch.Tensor) -> None:
         """A prompt is computed, up to ``streams`` ``[N, D]`` of its last position, and its next token is chosen."""
         if isinstance(sequence.command, Prefill):
             self._hand_over(sequence, sequence.command, choices[0], streams)
             return
+        if not sequence.request.sampling.max_tokens:
+            self._on_event(Output(sequence.key, TokenOutput((), "", finish_reason=FinishReason.LENGTH)))
+            self._finish(sequence, FinishReason.LENGTH)
+            return
         if self._spec_tokens:
-            sequence.draft = DraftState(streams[None])
+            sequence.draft = DraftState.after_prompt(streams)
         self._append(sequence, choices)
 
     def _hand_over(self, sequence: Sequence, command: Prefill, first: TokenLogprob, streams: torch.Tensor) -> None:

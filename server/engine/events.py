@@ -104,6 +104,16 @@ class ChunkComputed:
 
 
 @dataclass(frozen=True)
+class PromptScored:
+    """The next rows of the prompt's :class:`.PromptLogprobs`, in their order: of every token that has one, before the
+    prompt is reported as computed.
+    """
+
+    key: Hashable
+    rows: bytes
+
+
+@dataclass(frozen=True)
 class PrefillFinished:
     """The whole prompt is computed, the hand-off row is written, and the digests of every live byte are taken."""
 
@@ -149,4 +159,4 @@ class Died:
     message: str
 
 
-Event = ChunkComputed | PrefillFinished | Output | Finished | ComputeFailed | Scrubbed | Died
+Event = ChunkComputed | PromptScored | PrefillFinished | Output | Finished | ComputeFailed | Scrubbed | Died

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from server.cache.digest import StateDigests
 from server.engine.choice_rules import ChoiceRules
-from server.engine.events import Begin
+from server.engine.events import Begin, Resume
 from server.engine.speculation import ChainStart, DraftState
 from server.engine.stopping import OutputProcessor
 from server.model.batch import Segment
@@ -26,6 +26,8 @@ class Sequence:
         self.processor, self.rules = processor, rules
         self.tokens = list(command.request.prompt_ids)
         self.n_prompt = len(self.tokens)
+        self.n_top = None if isinstance(command, Resume) else command.request.sampling.prompt_logprobs
+        """With how many alternatives the prompt's tokens are scored here; None: they are not."""
         self.n_computed = 0
         self.prefill_s = 0.0
         self.draft: DraftState | None = None

@@ -34,6 +34,13 @@ class DraftState:
     streams: torch.Tensor
     valid_from: int = 0
 
+    @classmethod
+    def after_prompt(cls, streams: torch.Tensor) -> DraftState:
+        """Of a prompt's last position, whose ``streams`` are ``[N, D]``: a copy, for they may be a row of a whole
+        chunk's, which would live as long.
+        """
+        return cls(streams[None].clone())
+
 
 @dataclass(frozen=True)
 class ChainStart:

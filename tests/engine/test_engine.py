@@ -171,9 +171,9 @@ def test_a_chunk_whose_window_may_be_overwritten_is_not_computed_again(
     long, short, forward, submitted = request(100, seed=1), request(20, seed=2), ModelRunner.forward, threading.Event()
     expected = tokens_of(harness.generate([short]), short.request_id)
 
-    def broken(self: ModelRunner, segments: Sequence[Segment], *, every_row: bool = False) -> ForwardOutput:
+    def broken(self: ModelRunner, segments: Sequence[Segment], **options: bool) -> ForwardOutput:
         submitted.wait(TIMEOUT_S)
-        output = forward(self, segments, every_row=every_row)
+        output = forward(self, segments, **options)
         if len(segments) == 2 and segments[0].start == 64:
             raise MemoryError("simulated")
         return output

@@ -17,7 +17,7 @@ from server.engine.events import ComputeFailed, Event, Output, Prefill, PrefillF
 from server.engine.request import GenerationRequest, SamplingParams, TokenLogprob
 from server.engine.runner import ModelRunner
 from server.engine.sampler import RowSampling, sample
-from server.engine.speculation import ChainStart, accepted
+from server.engine.speculation import ChainStart, DraftState, accepted
 from server.engine.tokenizer import Tokenizer
 from server.model.interface import LoadedModel
 from tests.engine.harness import Harness, tokens_of
@@ -218,3 +218,10 @@ def test_verified_drafts_keep_the_targets_distribution() -> None:
             expected = n * float(chances[first, a] * chances[a, b])
             statistic += (counts.get((a, b), 0) - expected) ** 2 / expected
     assert statistic < 52.6  # chi-square, 24 degrees of freedom: exceeded once in a thousand runs of the right sampler
+
+
+def test_the_streams_after_a_prompt_do_not_keep_those_of_its_whole_chunk() -> None:
+    chunk = torch.arange(512.0 * 4 * 8).reshape(512, 4, 8)
+    state = DraftState.after_prompt(chunk[511])
+    assert torch.equal(state.streams, chunk[511:])
+    assert state.streams.untyped_storage().nbytes() == 4 * 8 * 4

@@ -75,7 +75,13 @@ MESSAGES: list[AnyMessage] = [
     RequestArrived(**IDS),
     reserve(),
     routed(),
-    Done(**IDS, n=3, sent=(Sent("swa", 0, 3, 96, 2**64 - 1),), pieces=4, timings=Timings(0.0, 1.5, 0.1, 0.2)),
+    Done(
+        **IDS,
+        n=3,
+        sent=(Sent("swa", 0, 3, 96, 2**64 - 1),),
+        pieces={"pages": 3, "swa": 1},
+        timings=Timings(5.0, 0.0, 1.5, 0.2, 1.3, 0.1, 0.2, 2),
+    ),
     Failed(
         **IDS,
         code="deadline",
