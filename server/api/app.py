@@ -18,8 +18,10 @@ from server.api.info import info_router, models_router
 from server.api.lanes import Lanes
 from server.api.middleware import ApiKey, HeadAsGet, ResponseCount, WholeBody
 from server.api.request_id import RequestId
+from server.api.router_info import router_info_router
 from server.api.streaming import StreamTimes
 from server.api.tokenizing import PromptReader
+from server.api.tokens import tokens_router
 from server.engine.request import Backend
 
 
@@ -78,6 +80,8 @@ def create_app(
     route_class = bounded_route(lanes.bodies, backend)
     app.include_router(info_router(backend, registry))
     app.include_router(models_router(backend))
+    app.include_router(router_info_router(backend, version))
     app.include_router(completions_router(backend, reader, route_class))
     app.include_router(chat_router(backend, reader, route_class))
+    app.include_router(tokens_router(backend, reader, route_class))
     return app

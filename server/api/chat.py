@@ -31,19 +31,26 @@ def chat_router(backend: Backend, reader: PromptReader, route_class: type[APIRou
         """Answers a conversation, spelt by the model directory's own chat template."""
         rooms = check_request(backend, body, 1)
         ignored = [*body.ignored, *check_template(body, backend.tokenizer)]
-        chat = reader.read_chat(
-            [message.for_template() for message in body.messages],
-            body.chat_template_kwargs or {},
-            add_generation_prompt=body.add_generation_prompt,
-            body_nbytes=body_nbytes(request),
-        )
-        prompts = [await until_disconnect(request.receive, chat)]
+        prompts = [await until_disconnect(request.receive, read_conversation(reader, body, body_nbytes(request)))]
         writer = ChatWriter(backend, prompts)
         response = await serve(request, backend, body, prompts, rooms, writer, prompt_field="messages")
         response.headers.update(ignored_header(ignored))
         return response
 
     return router
+
+
+async def read_conversation(reader: PromptReader, body: ChatCompletionRequest, body_nbytes: int) -> list[int]:
+    """Token ids of the conversation in ``body``, whose size is ``body_nbytes``.
+
+    :raises RequestFailed: as :meth:`.PromptReader.read_chat`.
+    """
+    return await reader.read_chat(
+        [message.for_template() for message in body.messages],
+        body.chat_template_kwargs or {},
+        add_generation_prompt=body.add_generation_prompt,
+        body_nbytes=body_nbytes,
+    )
 
 
 def check_template(body: ChatCompletionRequest, tokenizer: TokenizerLike) -> list[str]:
