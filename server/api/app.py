@@ -14,6 +14,7 @@ from server.api.bodies import bounded_route
 from server.api.chat import chat_router
 from server.api.completions import completions_router
 from server.api.errors import install_error_handlers
+from server.api.generate import generate_router
 from server.api.info import info_router, models_router
 from server.api.lanes import Lanes
 from server.api.middleware import ApiKey, HeadAsGet, ResponseCount, WholeBody
@@ -83,5 +84,6 @@ def create_app(
     app.include_router(router_info_router(backend, version))
     app.include_router(completions_router(backend, reader, route_class))
     app.include_router(chat_router(backend, reader, route_class))
+    app.include_router(generate_router(backend, reader, route_class))
     app.include_router(tokens_router(backend, reader, route_class))
     return app

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 HEADER = "x-request-id"
 MAX_CHARS = 128
 _NOT_KEPT = re.compile(r"[^A-Za-z0-9._:/+=@-]")
-_GENERATING = "/v1/"
+_GENERATING = ("/v1/", "/generate")
 
 
 @dataclass

@@ -62,7 +62,7 @@ def router_info_router(backend: Backend, version: str) -> APIRouter:
         return {"status": "ok", "role": backend.role, "reason": await check.run()}
 
     @router.get("/flush_cache", include_in_schema=False)
-    @router.post("/flush_cache", response_class=PlainTextResponse)
+    @router.post("/flush_cache", include_in_schema=False, response_class=PlainTextResponse)
     async def flush_cache() -> str:
         """Nothing is kept from one request to the next, so there is nothing to drop."""
         return "No prompt is cached here: there is nothing to flush.\n"

@@ -89,7 +89,8 @@ class GenerationFields(BaseModel):
             return handler(data)
         refuse_unsupported(data, cls.refused)
         fields = handler(data)
-        ignored = ignored_fields(data, cls.model_fields.keys() | cls.refused.keys())
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        ignored = ignored_fields(data, known | cls.refused.keys())
         if isinstance(options := data.get("stream_options"), dict):
             ignored += ignored_fields(options, StreamOptions.model_fields, "stream_options.")
         fields._ignored = ignored  # noqa: SLF001 - its own; pydantic takes any name without _ for a field of the body
@@ -126,6 +127,11 @@ class GenerationFields(BaseModel):
     def asked_max_tokens(self) -> int | None:
         """What the request itself says; the newer of the two names wins."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def max_tokens_field(self) -> str:
+        """The name of the field that :attr:`asked_max_tokens` came in."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def n_logprobs(self) -> int | None:
