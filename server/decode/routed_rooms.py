@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from server.decode.prefill_link import PrefillLink
 from server.decode.request import Announced, DecodeRequest
@@ -23,19 +23,29 @@ _LOCALHOST = "localhost"
 
 
 def link_of(links: Sequence[PrefillLink], routed: RoutedRoom) -> PrefillLink:
-    """The connection to the prefill node that a router chose.
+    """The connection to the prefill node that a router chose: by the address that this node was given for it, or by the
+    one that the prefill node itself has for its peers (its ``--host``). So names here and addresses there may meet.
 
     Raises :class:`RequestFailed` if it is none of ``links``, or not registered, so that the router tries another.
     """
     wanted = _normal(routed.address)
     for link in links:
-        if _normal(link.address) == wanted:
+        if wanted in _addresses(link):
             if not (link.registered or link.coming_back):
                 raise RequestFailed(Failure("no_prefill", f"prefill {link.address}: {link.reason}"))
             return link
     known = ", ".join(link.address for link in links)
     message = f"prefill {routed.address} is not one of this decode node's, which are {known}: add it with --prefill"
     raise RequestFailed(Failure("unknown_prefill", message))
+
+
+def _addresses(link: PrefillLink) -> Iterator[tuple[str, int]]:
+    """What the prefill node of ``link`` is called: here, and in its manifest."""
+    host, port = _normal(link.address)
+    yield host, port
+    if link.theirs is not None:
+        with contextlib.suppress(ValueError):  # the sessions of other transports need not have an address
+            yield _normal(link.theirs.session)[0], port
 
 
 def _normal(address: str) -> tuple[str, int]:
