@@ -24,7 +24,7 @@ _LOCALHOST = "localhost"
 
 def link_of(links: Sequence[PrefillLink], routed: RoutedRoom) -> PrefillLink:
     """The connection to the prefill node that a router chose: by the address that this node was given for it, or by the
-    one that the prefill node itself has for its peers (its ``--host``). So names here and addresses there may meet.
+    one at which the prefill node itself says its peers reach it (``--host``, unless it has a ``--transfer-host``).
 
     Raises :class:`RequestFailed` if it is none of ``links``, or not registered, so that the router tries another.
     """

@@ -22,11 +22,10 @@ STOP_S = 10.0
 
 @dataclass(frozen=True)
 class Kind:
-    """One of the routers that there are. ``options`` are those that the others do not have."""
+    """One of the routers that there are."""
 
     package: str
     module: str
-    options: tuple[str, ...] = ()
 
     @property
     def missing(self) -> str:
@@ -42,7 +41,10 @@ KINDS = {
 
 
 class Router:
-    """A router process. ``workers`` are the nodes that it knows from the start, by their roles."""
+    """A router process. ``workers`` are the nodes that it knows from the start, by their roles.
+
+    It takes them in turn, looks after their health every second, and tries one that has failed again after two.
+    """
 
     def __init__(self, kind: Kind, log: Path, workers: Sequence[Node], *options: str) -> None:
         self.kind, self.log = kind, log
@@ -56,7 +58,15 @@ class Router:
                 self.command.append(node.address.rpartition(":")[2])
         self.command += ["--host", HOST, "--port", str(port)]
         self.command += ["--prometheus-host", HOST, "--prometheus-port", str(metrics_port)]
-        self.command += ["--policy", "round_robin", "--health-check-interval-secs", "1", *kind.options, *options]
+        self.command += [
+            "--policy",
+            "round_robin",
+            "--health-check-interval-secs",
+            "1",
+            "--cb-timeout-duration-secs",
+            "2",
+        ]
+        self.command += options
         self._process: subprocess.Popen[bytes] | None = None
         self._n_workers = len(workers)
 
