@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from server.decode.prefill_link import PrefillLink
 from server.decode.request import Announced, DecodeRequest
@@ -23,8 +23,8 @@ _LOCALHOST = "localhost"
 
 
 def link_of(links: Sequence[PrefillLink], routed: RoutedRoom) -> PrefillLink:
-    """The connection to the prefill node that a router chose: by the address that this node was given for it, or by the
-    one at which the prefill node itself says its peers reach it (``--host``, unless it has a ``--transfer-host``).
+    """The connection to the prefill node that a router chose: by the address that this node was given for it, or, where
+    that is a name, by the address that it leads to.
 
     Raises :class:`RequestFailed` if it is none of ``links``, or not registered, so that the router tries another.
     """
@@ -39,13 +39,10 @@ def link_of(links: Sequence[PrefillLink], routed: RoutedRoom) -> PrefillLink:
     raise RequestFailed(Failure("unknown_prefill", message))
 
 
-def _addresses(link: PrefillLink) -> Iterator[tuple[str, int]]:
-    """What the prefill node of ``link`` is called: here, and in its manifest."""
+def _addresses(link: PrefillLink) -> set[tuple[str, int]]:
+    """What the prefill node of ``link`` may be called."""
     host, port = _normal(link.address)
-    yield host, port
-    if link.theirs is not None:
-        with contextlib.suppress(ValueError):  # the sessions of other transports need not have an address
-            yield _normal(link.theirs.session)[0], port
+    return {(host, port), *((peer_host, port) for peer_host in link.dialer.peer_hosts)}
 
 
 def _normal(address: str) -> tuple[str, int]:
