@@ -38,6 +38,8 @@ NOWHERE = 1 << 40
 """No process has memory there."""
 QUEUE = 2048
 """Pieces that Mooncake's TCP transport queues; one more and a batch fails, and most of it is written all the same."""
+PATIENT = Deadlines(peer_s=60.0, transfer_s=60.0)
+"""For many bytes on a busy machine."""
 WATCHED_S = 0.7
 RECOVERS_S = 2.0
 MARGIN = 4
@@ -81,8 +83,8 @@ async def stays_free(d: NodeUnderTest) -> None:
 async def test_rooms_of_more_pieces_than_the_queue_all_arrive(pair: Pair) -> None:
     n_rooms, n = 250, 200
     big = make_geometry(page_size=128, pages=2 * n_rooms + 1, slots=n_rooms + 1)
-    p = await pair.prefill(geometry=big, deadlines=Deadlines())
-    d = await pair.decode(p, geometry=big, deadlines=Deadlines())
+    p = await pair.prefill(geometry=big, deadlines=PATIENT)
+    d = await pair.decode(p, geometry=big, deadlines=PATIENT)
     p.engine.gate.clear()  # so that all of them go out in one rush
     asked = [request(n, seed) for seed in range(n_rooms)]
     answers = [asyncio.create_task(answer(d.node, one)) for one in asked]
@@ -98,8 +100,8 @@ async def test_rooms_of_more_pieces_than_the_queue_all_arrive(pair: Pair) -> Non
 async def test_aborts_in_the_middle_of_a_rush_leave_free_memory_alone(pair: Pair) -> None:
     n_rooms = 10
     big = make_geometry(page_size=128, pages=n_rooms * 33, slots=n_rooms + 1)
-    p = await pair.prefill(geometry=big)
-    d = await pair.decode(p, geometry=big)
+    p = await pair.prefill(geometry=big, deadlines=PATIENT)
+    d = await pair.decode(p, geometry=big, deadlines=PATIENT)
     generations = [d.node.submit(request(4000, seed)) for seed in range(n_rooms)]
     await until(lambda: SpyingEngine.submitted > 300, 30.0, "pieces are on their way")
     for generation in generations:
