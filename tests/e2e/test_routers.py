@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,13 +53,22 @@ class House:
     def heal(self) -> None:
         """The four nodes serve, hold nothing, and every decode node knows both prefill nodes."""
         Cluster(self.pairs).heal()
-        wanted = {node.address for node in self.prefill[:2]}
         for node in self.decode[:2]:
-            until(lambda node=node: wanted <= registered(node), HEALS_S, f"{node.name} knows both prefill nodes")
+            wait_known(node, self.prefill[:2])
 
 
 def registered(node: Node) -> set[str]:
+    """The prefill nodes that a decode node could use now."""
     return {peer["address"] for peer in node.info()["peers"] if peer["state"] == "registered"}
+
+
+def wait_known(decode: Node, prefill: Sequence[Node]) -> None:
+    wanted = {node.address for node in prefill}
+    until(lambda: wanted <= registered(decode), HEALS_S, f"{decode.name} knows the prefill nodes")
+
+
+def wait_asked(node: Node, n_before: int = 0) -> None:
+    until(lambda: answered(node) > n_before, HEALS_S, f"{node.name} is asked")
 
 
 def answered(node: Node, path: str = COMPLETIONS) -> int:
@@ -127,15 +136,21 @@ def test_answers_are_those_of_the_decode_node_itself(house: House, router: Route
     assert prefilled == {node.address for node in house.prefill[:2]}
     assert all(answered(node) > before[node.name] for node in house.pairs)
     for n in (1, 3):
-        sampling = {"max_new_tokens": 12, "temperature": 0.9, "sampling_seed": 5, "n": n, "ignore_eos": True}
-        body = {"text": QUESTION, "sampling_params": sampling, "return_logprob": True}
-        wanted = without_meta(direct.post(GENERATE, json=body).json())
-        answer = router.http.post(GENERATE, json=body).json()
+        sampling: dict[str, Any] = {
+            "max_new_tokens": 12,
+            "temperature": 0.9,
+            "sampling_seed": 5,
+            "n": n,
+            "ignore_eos": True,
+        }
+        asked: dict[str, Any] = {"text": QUESTION, "sampling_params": sampling, "return_logprob": True}
+        wanted = without_meta(direct.post(GENERATE, json=asked).json())
+        answer = router.http.post(GENERATE, json=asked).json()
         assert without_meta(answer) == wanted
         info = answer[0]["meta_info"] if n > 1 else answer["meta_info"]
         assert (info["input_token_logprobs"], len(info["output_token_logprobs"])) == ([], 12)
         last = {
-            event.get("index", 0): event for event in events(router.http.post(GENERATE, json={**body, "stream": True}))
+            event.get("index", 0): event for event in events(router.http.post(GENERATE, json={**asked, "stream": True}))
         }
         assert without_meta([last[i] for i in range(n)]) == wanted
     for path in ("/health_generate", "/get_model_info", "/get_server_info", "/get_loads"):
@@ -231,8 +246,7 @@ def test_a_node_that_dies_under_load_costs_no_wrong_answer_and_serves_again(
         victim.start()
         victim.wait_for(victim.ready_path)
         until(lambda: victim.url in router.healthy(), HEALS_S, "the router counts the node in again")
-        n_before = answered(victim)
-        until(lambda: answered(victim) > n_before, HEALS_S, "it is asked again")
+        wait_asked(victim, answered(victim))
     house.heal()
 
 
@@ -244,13 +258,13 @@ def test_nodes_come_and_go_under_load(house: House, router: Router) -> None:
         with loaded(house, router) as load:
             p2.start()
             for node in house.decode[:2]:
-                until(lambda node=node: p2.address in registered(node), HEALS_S, f"{node.name} knows the new node")
+                wait_known(node, house.prefill)
             d2.start()
             d2.wait_for(d2.ready_path)
-            until(lambda: len(registered(d2)) == 3, HEALS_S, "the new decode node knows all prefill nodes")
+            wait_known(d2, house.prefill)
             for node in (p2, d2):
                 router.add(node)
-                until(lambda node=node: answered(node), HEALS_S, f"the new node {node.name} is asked")
+                wait_asked(node)
             for node in (house.prefill[0], house.decode[0]):
                 router.remove(node)
             load.all_answered(2)
