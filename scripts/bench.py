@@ -3,7 +3,10 @@
 
 import sys
 
-from benchmark.main import main
+from server.threads import limit_spinning
 
 if __name__ == "__main__":
+    limit_spinning()  # as in a node: before torch is imported
+    from benchmark.main import main
+
     sys.exit(main())

@@ -1,14 +1,32 @@
-"""Threads for blocking calls, apart for each purpose, so that none waits behind the calls of another."""
+"""Threads: for blocking calls, apart for each purpose, so that none waits behind the calls of another; and those of the
+compute libraries.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_SPINS = "1000"
+"""Some fifty microseconds: longer than most pauses between the parallel loops of one step. libgomp itself spins so long
+where threads outnumber cores, and else three hundred times as long.
+"""
+
+
+def limit_spinning() -> None:
+    """Lets OpenMP's threads sleep soon where they wait for one that has lost its core to somebody else. To be called
+    before torch is imported: its libgomp, which the kernels use too, reads the environment when it is loaded.
+
+    What the environment says of it already stays.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
 class Threads:

@@ -22,6 +22,7 @@ SHARED_BY_THE_ROLES = (
     "server.cache",
     "server.failure",
     "server.faults",
+    "server.telemetry",
     "server.threads",
 )
 ARROWS: dict[str, tuple[str, ...]] = {
@@ -31,21 +32,28 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.engine": ("server.engine", "server.model", "server.kernels.sampling", "server.cache", "server.failure"),
     "server.transfer": ("server.transfer", "server.cache", "server.failure", "server.memory"),
     "server.faults": ("server.faults", "server.transfer", "server.cache"),
+    "server.telemetry": ("server.telemetry", "server.transfer", "server.cache", "server.failure"),
     "server.api": (
         "server.api",
+        "server.engine.grammar",
         "server.engine.request",
+        "server.engine.prompt_logprobs",
+        "server.engine.detokenizer",
         "server.engine.tokenizer_process",
         "server.failure",
         "server.memory",
         "server.threads",
     ),
-    "server.node": (
+    "server.node": ("server.node", *SHARED_BY_THE_ROLES),
+    "server.doctor": (
+        "server.doctor",
         "server.node",
         "server.engine",
+        "server.kernels",
+        "server.model",
         "server.transfer",
         "server.cache",
-        "server.faults",
-        "server.failure",
+        "server.faults.spec",
     ),
     "server.prefill": ("server.prefill", *SHARED_BY_THE_ROLES),
     "server.decode": ("server.decode", *SHARED_BY_THE_ROLES),
@@ -74,13 +82,15 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "fastapi": ("server.api",),
     "starlette": ("server.api",),
     "uvicorn": ("server.api", "server.prefill", "server.decode"),
-    "prometheus_client": ("server.api", "server.transfer", "server.prefill", "server.decode"),
+    "prometheus_client": ("server.api", "server.transfer", "server.telemetry", "server.prefill", "server.decode"),
+    "opentelemetry": ("server.telemetry",),
 }
 """Which of our packages may import a third-party one (launchers may import any)."""
 
 FAULTS_KNOWN_TO = {
     "server.node.build": {"server.faults.injection", "server.faults.spec"},
     "server.node.run": {"server.faults.spec"},
+    "server.doctor.network": {"server.faults.spec"},
     "server.node.context": {"server.faults.hooks"},
     "server.prefill.bootstrap_socket": {"server.faults.hooks"},
     "server.prefill.request": {"server.faults.hooks"},

@@ -15,6 +15,7 @@ import fault_cases.main as faults
 import fuzzing.main as fuzz
 import pytest
 import soaking.main as soak
+import timeline.main as timeline
 import walk.main as walk
 from evaluation import gsm8k, knockout
 
@@ -48,6 +49,7 @@ PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "faults.py": faults.main,
     "fuzz.py": fuzz.main,
     "lifecycle.py": walk.main,
+    "explain.py": timeline.main,
 }
 RUN_ELSEWHERE = ("curl", "test", "python", "kubectl", "(umask", "setup")
 """``curl`` against a real pair; ``scripts/test`` runs this; ``python -m`` starts the router, which is not ours."""
@@ -166,6 +168,7 @@ def test_named_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
         faults.main,
         fuzz.main,
         walk.main,
+        timeline.parse_args,
     )
     helps = "".join(help_of(command, capsys) for command in commands)
     for script in ("setup", "test"):

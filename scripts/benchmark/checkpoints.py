@@ -17,7 +17,7 @@ from server.node.options import BUNDLED_MODEL
 
 LONG_POSITIONS = 65536
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
     "num_key_value_heads": 1,
@@ -49,8 +49,9 @@ _COMMON: dict[str, Any] = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
+"""What all random checkpoints begin with, also those of the tests."""
 
-MEDIUM: dict[str, Any] = _COMMON | {
+MEDIUM: dict[str, Any] = COMMON | {
     "hidden_size": 768,
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
@@ -71,7 +72,7 @@ MEDIUM: dict[str, Any] = _COMMON | {
 }
 """About 228 million parameters: too large for any cache, small enough for two cores."""
 
-FLASH: dict[str, Any] = _COMMON | {
+FLASH: dict[str, Any] = COMMON | {
     "hidden_size": 128,
     "num_hidden_layers": 43,
     "num_attention_heads": 2,

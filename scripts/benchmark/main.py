@@ -45,6 +45,7 @@ from .itl import measure_itl
 from .measurement import BenchFailed, Measurement, write_json
 from .over_http import measure_growth, measure_http, measure_ttft
 from .report import print_table, setting_of, summary
+from .servers import build_kernels
 from .session import QUICK, Prompts, Session, Sizes
 from .speculation import measure_speculation
 from .startup import measure_startup
@@ -99,6 +100,8 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.baseline is not None:
+        build_kernels(args.baseline.resolve())
     console = Console(width=max(110, Console().width))
     names = [name for name in PARTS if name in args.parts or not args.parts]
     found: list[Measurement] = []

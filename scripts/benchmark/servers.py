@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,20 @@ def program(role: str, baseline: Path | None) -> Sequence[str]:
     if baseline is None:
         return ()
     return ("env", f"PYTHONPATH={baseline}", sys.executable, "-P", "-m", f"server.{role}")
+
+
+def build_kernels(baseline: Path) -> None:
+    """Compiles the kernels of the checkout ``baseline``, if it has any: without them it would measure its Python model.
+
+    Raises :class:`BenchFailed` with what the compiler said.
+    """
+    if not (baseline / "server" / "kernels" / "build.py").is_file():
+        return
+    command = (sys.executable, "-P", "-m", "server.kernels.build")
+    env = os.environ | {"PYTHONPATH": str(baseline)}
+    done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise BenchFailed(f"the kernels of --baseline cannot be built: {done.stderr.strip()}")
 
 
 def prefill_node(name: str, options: Sequence[str], baseline: Path | None = None) -> Node:

@@ -254,7 +254,7 @@ class Node:
     def held(self) -> list[str]:
         """What the node still holds for requests, in words; empty when it is idle."""
         metrics = self.metrics()
-        names = ["pd_queued_requests", "pd_running_requests", *_MEMORY]
+        names = ["pd_num_requests_waiting", "pd_num_requests_running", *_MEMORY]
         return [f"{self.name}: {name} is {metrics[name]:g}" for name in names if metrics[name]]
 
     def all_free(self) -> bool:

@@ -148,6 +148,7 @@ def serve(args: argparse.Namespace, nodes: Cluster) -> None:
         return
     shown = json.dumps({"prompt": EXAMPLE, "max_tokens": 32, "temperature": 0, "stop": list(STOP)})
     print("serving until Ctrl-C; try:")
+    print(f"  {decode.url}/ in a browser")
     print(f"  curl {decode.url}/v1/completions -H 'content-type: application/json' -d '{shown}'")
     while True:
         nodes.check()

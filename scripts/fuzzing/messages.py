@@ -45,7 +45,7 @@ _NO_NUMBER = 1 << 40
 what waits in the old connection is lost."""
 ROOMS = (0, 1, 7, MAX_ROOM)
 _SAMPLING = Sampling(4, 0, 0.5, 0.9, 3, -5, ("stop",), (1, 2), False, 3)
-_TIMINGS = Timings(0.0, 0.1, 0.01, 0.02)
+_TIMINGS = Timings(5.0, 0.0, 0.12, 0.02, 0.1, 0.01, 0.02, 1)
 
 
 def from_decode(prefill: str, decode: str, manifest: Manifest, rooms: tuple[int, ...]) -> list[AnyMessage]:
@@ -87,7 +87,7 @@ def from_prefill(prefill: str, decode: str, manifest: Manifest, rooms: tuple[int
             RequestArrived(**ids),
             Reserved(**ids),
             Progress(**ids, phase=RemotePhase.PREFILL, n_computed=5),
-            Done(**ids, n=3, sent=(Sent("swa", 0, 3, 96, 2**64 - 1),), pieces=4, timings=_TIMINGS),
+            Done(**ids, n=3, sent=(Sent("swa", 0, 3, 96, 2**64 - 1),), pieces={"swa": 4}, timings=_TIMINGS),
             Failed(**ids, code="x", reason="fuzz", kind=FailureKind.INTERNAL, component="", writes=Writes.UNKNOWN),
             Quiesced(**ids),
         ]

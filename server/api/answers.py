@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from server.api.request_id import request_id
+from server.engine.prompt_logprobs import PromptLogprobs
 from server.engine.request import Backend, FinishReason, TokenizerLike, TokenLogprob, TokenOutput
 
 LOWEST_LOGPROB = -9999.0
@@ -60,10 +61,13 @@ class Answer:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     completes_prompt: bool = False
+    prompt_logprobs: PromptLogprobs | None = None
 
     def add(self, output: TokenOutput) -> None:
         self.text += output.text
         self.token_ids += output.token_ids
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         self.completes_prompt |= output.completes_prompt
         self.logprobs.extend(output.logprobs)
         self.finish_reason = output.finish_reason

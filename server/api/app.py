@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 
 from server.api.bodies import bounded_route
@@ -17,9 +18,12 @@ from server.api.errors import install_error_handlers
 from server.api.generate import generate_router
 from server.api.info import info_router, models_router
 from server.api.lanes import Lanes
-from server.api.middleware import ApiKey, HeadAsGet, ResponseCount, WholeBody
+from server.api.middleware import ApiKey, HeadAsGet, ResponseCount, WholeBody, response_counter
+from server.api.page import page_router
 from server.api.request_id import RequestId
+from server.api.rooms import rooms_router
 from server.api.router_info import router_info_router
+from server.api.status import STATUS
 from server.api.streaming import StreamTimes
 from server.api.tokenizing import PromptReader
 from server.api.tokens import tokens_router
@@ -63,11 +67,13 @@ def create_app(
         responses={"4XX": {"description": "The request's fault"}, "5XX": {"description": "The server's fault"}},
     )
     app.state.stream_times = stream_times
+    app.state.answers_lane = lanes.answers
     install_error_handlers(app)
     app.add_middleware(WholeBody)
     if api_key is not None:
         app.add_middleware(ApiKey, key=api_key)
-    app.add_middleware(ResponseCount, registry=registry)
+    responses = response_counter(registry)
+    app.add_middleware(ResponseCount, responses=responses)
     app.add_middleware(HeadAsGet)
     if cors_origins:
         app.add_middleware(
@@ -82,8 +88,14 @@ def create_app(
     app.include_router(info_router(backend, registry))
     app.include_router(models_router(backend))
     app.include_router(router_info_router(backend, version))
+    app.include_router(rooms_router(backend))
     app.include_router(completions_router(backend, reader, route_class))
     app.include_router(chat_router(backend, reader, route_class))
     app.include_router(generate_router(backend, reader, route_class))
     app.include_router(tokens_router(backend, reader, route_class))
+    app.include_router(page_router())
+    for route in app.routes:
+        if isinstance(route, APIRoute):
+            for status in (200, *sorted({*STATUS.values()})) if "POST" in (route.methods or ()) else (200,):
+                responses.labels(route=route.path, status=int(status))
     return app

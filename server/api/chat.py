@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -12,7 +12,9 @@ from server.api.answers import Answer, Writer, finite, token_key
 from server.api.bodies import body_nbytes
 from server.api.errors import InvalidRequest
 from server.api.fields import ignored_fields, ignored_header
+from server.api.prompt_logprobs import vllm_entries
 from server.api.requests import check_request, serve
+from server.api.rules import read_rules
 from server.api.schemas import ChatCompletionRequest
 from server.api.streaming import WHOLE_OR_STREAMED, until_disconnect
 from server.api.tokenizing import PromptReader
@@ -30,10 +32,11 @@ def chat_router(backend: Backend, reader: PromptReader, route_class: type[APIRou
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation, spelt by the model directory's own chat template."""
         rooms = check_request(backend, body, 1)
+        rules = await until_disconnect(request.receive, read_rules(reader, body))
         ignored = [*body.ignored, *check_template(body, backend.tokenizer)]
         prompts = [await until_disconnect(request.receive, read_conversation(reader, body, body_nbytes(request)))]
-        writer = ChatWriter(backend, prompts)
-        response = await serve(request, backend, body, prompts, rooms, writer, prompt_field="messages")
+        writer = ChatWriter(backend, prompts, n_prompt_logprobs=body.prompt_logprobs)
+        response = await serve(request, backend, body, prompts, rooms, writer, rules, prompt_field="messages")
         response.headers.update(ignored_header(ignored))
         return response
 
@@ -83,15 +86,27 @@ def check_template(body: ChatCompletionRequest, tokenizer: TokenizerLike) -> lis
 
 
 class ChatWriter(Writer):
-    """Choices of ``chat.completion`` objects. A stream's first chunk for each choice carries the role alone."""
+    """Choices of ``chat.completion`` objects. A stream's first chunk for each choice carries the role alone.
+    ``n_prompt_logprobs`` is what the field ``prompt_logprobs`` asks for.
+    """
 
     id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def __init__(self, backend: Backend, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, backend: Backend, prompts: Sequence[Sequence[int]], *, n_prompt_logprobs: int | None = None
+    ) -> None:
         super().__init__(backend, prompts)
+        self._prompts, self._n_prompt_logprobs = prompts, n_prompt_logprobs
         self._begun: set[int] = set()
+
+    def whole(self, answers: Sequence[Answer], pd: Mapping[str, str]) -> dict[str, Any]:
+        """As vLLM does, with the log probabilities of the prompt beside the choices, which have it in common."""
+        answer, found, n_top = super().whole(answers, pd), answers[0].prompt_logprobs, self._n_prompt_logprobs
+        if found is not None and n_top is not None:
+            answer["prompt_logprobs"] = vllm_entries(self._tokenizer, self._prompts[0], found, n_top)
+        return answer
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         return {

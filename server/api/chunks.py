@@ -56,7 +56,7 @@ class Chunks:
         more: dict[str, Any] = {}
         if options.include_usage or options.continuous_usage_stats:
             more["usage"] = usage.as_dict() if options.continuous_usage_stats else None
-        spell = exact_json if output.logprobs else to_json
+        spell = exact_json if output.logprobs or output.prompt_logprobs is not None else to_json
         events = [self._event(spell([choice]), more) for choice in choices]
         if output.finish_reason is not None:
             self._n_open -= 1

@@ -11,7 +11,9 @@ from fastapi.routing import APIRoute
 
 from server.api.answers import Answer, Writer, finite, token_key
 from server.api.fields import ignored_header
+from server.api.prompt_logprobs import openai_arrays, vllm_entries
 from server.api.requests import check_request, serve
+from server.api.rules import read_rules
 from server.api.schemas import CompletionRequest
 from server.api.streaming import WHOLE_OR_STREAMED, until_disconnect
 from server.api.tokenizing import PromptReader
@@ -28,10 +30,11 @@ def completions_router(backend: Backend, reader: PromptReader, route_class: type
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues each prompt."""
         rooms = check_request(backend, body, len(body.prompt))
+        rules = await until_disconnect(request.receive, read_rules(reader, body))
         prompts = await until_disconnect(request.receive, reader.read(body.prompt, "prompt"))
         echoes = await until_disconnect(request.receive, _echoes(body, prompts, reader))
-        writer = CompletionWriter(backend, prompts, echoes)
-        response = await serve(request, backend, body, prompts, rooms, writer, prompt_field="prompt")
+        writer = CompletionWriter(backend, prompts, echoes, n_prompt_logprobs=body.prompt_logprobs)
+        response = await serve(request, backend, body, prompts, rooms, writer, rules, prompt_field="prompt")
         response.headers.update(ignored_header(body.ignored))
         return response
 
@@ -39,24 +42,29 @@ def completions_router(backend: Backend, reader: PromptReader, route_class: type
 
 
 async def _echoes(body: CompletionRequest, prompts: Sequence[list[int]], reader: PromptReader) -> list[Echo]:
-    """For every generation the text that its answer begins with."""
+    """For every generation its prompt, and the text that its answer begins with."""
     if not body.echo:
-        return [Echo() for _ in range(len(body.prompt) * body.n_samples)]
+        return [Echo(ids=ids) for ids in prompts for _ in range(body.n_samples)]
     decoded = iter(await reader.decode([ids for ids, given in zip(prompts, body.prompt, strict=True) if ids is given]))
     echoes = [Echo(given) if isinstance(given, str) else Echo.of_ids(next(decoded)) for given in body.prompt]
-    return [replace(echo) for echo in echoes for _ in range(body.n_samples)]
+    n_top = body.logprobs
+    with_ids = [replace(echo, ids=ids, n_top=n_top) for echo, ids in zip(echoes, prompts, strict=True)]
+    return [replace(echo) for echo in with_ids for _ in range(body.n_samples)]
 
 
 @dataclass
 class Echo:
     """The prompt's text before an answer. Token ids may end inside a character: ``tail`` is the U+FFFD in its place. It
-    is dropped if the answer finishes that character.
+    is dropped if the answer finishes that character. ``ids`` are the prompt's tokens, and with ``n_top`` their log
+    probabilities stand before those of the answer.
     """
 
     text: str = ""
     tail: str = ""
     n_chars: int = 0
     """Given out so far."""
+    ids: Sequence[int] = ()
+    n_top: int | None = None
 
     @classmethod
     def of_ids(cls, text: str) -> Echo:
@@ -73,28 +81,45 @@ class Echo:
 
 
 class CompletionWriter(Writer):
-    """Choices of ``text_completion`` objects. ``echoes`` are put before the text of each generation."""
+    """Choices of ``text_completion`` objects. ``echoes`` are put before the text of each generation.
+    ``n_prompt_logprobs`` is what the field ``prompt_logprobs`` asks for.
+    """
 
     id_prefix = "cmpl-"
     object_name = "text_completion"
     chunk_object_name = "text_completion"
 
-    def __init__(self, backend: Backend, prompts: Sequence[Sequence[int]], echoes: Sequence[Echo]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        prompts: Sequence[Sequence[int]],
+        echoes: Sequence[Echo],
+        *,
+        n_prompt_logprobs: int | None = None,
+    ) -> None:
         super().__init__(backend, prompts)
-        self._echoes = echoes
+        self._echoes, self._n_prompt_logprobs = echoes, n_prompt_logprobs
 
     def choice(self, index: int, answer: Answer | TokenOutput) -> dict[str, Any]:
-        return {
+        echo, found, n_top = self._echoes[index], answer.prompt_logprobs, self._n_prompt_logprobs
+        before = None
+        if found is not None and echo.n_top is not None:
+            before = openai_arrays(self._tokenizer, echo.ids, echo.text + echo.tail, found, echo.n_top)
+        choice = {
             "index": index,
-            "text": self._echoes[index].take(answer) + answer.text,
-            "logprobs": self._logprobs(index, answer.logprobs),
+            "text": echo.take(answer) + answer.text,
+            "logprobs": _joined(before, self._logprobs(index, answer.logprobs)),
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
+        if found is not None and n_top is not None:
+            choice["prompt_logprobs"] = vllm_entries(self._tokenizer, echo.ids, found, n_top)
+        return choice
 
     def chunk_choices(self, index: int, output: TokenOutput) -> list[dict[str, Any]]:
         choice = self.choice(index, output)
-        return [choice] if choice["text"] or output.logprobs or output.finish_reason is not None else []
+        has_content = choice["text"] or choice["logprobs"] is not None
+        return [choice] if has_content or output.finish_reason is not None else []
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not entries:
@@ -112,3 +137,10 @@ class CompletionWriter(Writer):
         top = {token_key(self._tokenizer, token_id): finite(logprob) for token_id, logprob in entry.top}
         top.setdefault(token_key(self._tokenizer, entry.token_id), finite(entry.logprob))
         return top
+
+
+def _joined(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The arrays of the prompt and those of the answer, one behind the other."""
+    if before is None or after is None:
+        return before or after
+    return {name: [*before[name], *after[name]] if before[name] is not None else None for name in before}

@@ -63,7 +63,7 @@ HARMLESS = frozenset(
         *("max_dynamic_patch", "min_dynamic_patch", "use_audio_in_video", "return_mm_kwargs"),
         # details of something that is refused by itself
         *("parallel_tool_calls", "truncation_side", "routed_experts_start_len", "routed_experts_prompt_start"),
-        *("return_flat_raw_top_logprobs_b64", "guided_decoding_backend", "guided_whitespace_pattern"),
+        *("return_flat_raw_top_logprobs_b64", "guided_decoding_backend"),
         # how reasoning is shown: no parser separates it here, so nothing is hidden or held back
         *("separate_reasoning", "stream_reasoning"),
     }
@@ -72,19 +72,17 @@ HARMLESS = frozenset(
 
 _REFUSED_UNLESS_NOTHING = (
     # sampling
-    *("allowed_token_ids", "bad_words", "use_beam_search", "custom_logit_processor"),
-    *("watermark", "watermarking", "lora_path"),
+    *("use_beam_search", "custom_logit_processor", "watermark", "watermarking", "lora_path"),
     # what the prompt is
     *("suffix", "prompt_embeds", "input_ids", "truncate_prompt_tokens", "session_params"),
     # where the answer ends
     *("stop_regex", "repetition_detection"),
     # constrained decoding and tools
-    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("json_schema", "regex", "ebnf", "tools", "functions", "web_search_options"),
+    *("guided_whitespace_pattern", "tools", "functions", "web_search_options"),
     # how the answer is spelled
     *("audio", "include_stop_str_in_output", "no_stop_trim"),
     # more than the text
-    *("moderation", "prompt_logprobs", "logprob_token_ids", "sampling_logprobs_mode"),
+    *("moderation", "logprob_token_ids", "sampling_logprobs_mode"),
     *("return_tokens_as_token_ids", "return_token_ids", "return_prompt_token_ids", "return_token_offsets"),
     *("return_prompt_text", "return_hidden_states", "return_routed_experts", "return_cached_tokens_details"),
     *("return_spec_tokens_details", "return_meta_info", "return_input_ids_in_sglext"),
@@ -93,13 +91,12 @@ _REFUSED_UNLESS_NOTHING = (
 
 REFUSED: Mapping[str, Harmless] = {
     **dict.fromkeys(_REFUSED_UNLESS_NOTHING, _nothing),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_new_tokens"), _ZERO),
-    **dict.fromkeys(("repetition_penalty", "length_penalty"), _ONE),
-    **dict.fromkeys(("logit_bias", "custom_params", "vllm_xargs", "kv_transfer_params", "ec_transfer_params"), _EMPTY),
+    "min_new_tokens": _ZERO,
+    "length_penalty": _ONE,
+    **dict.fromkeys(("custom_params", "vllm_xargs", "kv_transfer_params", "ec_transfer_params"), _EMPTY),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "include_reasoning"), _only(True)),
     **dict.fromkeys(("tool_choice", "function_call"), _or("none", "auto")),
     "thinking_token_budget": _or(-1),
-    "response_format": _or({"type": "text"}),
     "modalities": _or(["text"]),
     "verbosity": _or("medium"),
 }

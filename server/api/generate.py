@@ -16,6 +16,7 @@ from server.api.generate_fields import GenerateRequest
 from server.api.generations import Generations
 from server.api.request_id import request_id
 from server.api.requests import check_request, serve
+from server.api.rules import read_rules
 from server.api.streaming import WHOLE_OR_STREAMED, until_disconnect
 from server.api.tokenizing import PromptReader
 from server.engine.request import Backend, FinishReason, TokenLogprob, TokenOutput
@@ -37,10 +38,19 @@ def generate_router(backend: Backend, reader: PromptReader, route_class: type[AP
         """Continues each prompt; a list of answers where there are several. Streamed chunks hold all so far."""
         fields = body.generation_fields()
         rooms = check_request(backend, fields, len(body.prompts))
+        rules = await until_disconnect(request.receive, read_rules(reader, fields))
         prompts = await until_disconnect(request.receive, reader.read(body.prompts, body.prompt_field))
         writer = GenerateWriter(backend, prompts, body)
         response = await serve(
-            request, backend, fields, prompts, rooms, writer, prompt_field=body.prompt_field, make_chunks=writer.chunks
+            request,
+            backend,
+            fields,
+            prompts,
+            rooms,
+            writer,
+            rules,
+            prompt_field=body.prompt_field,
+            make_chunks=writer.chunks,
         )
         response.headers.update(ignored_header(body.ignored))
         return response

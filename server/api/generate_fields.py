@@ -41,7 +41,7 @@ _INT64 = 1 << 63
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
 
-class SamplingFields(GenerationFields):
+class GenerateSampling(GenerationFields):
     """``sampling_params``; three fields have names of SGLang's own."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(default=None, alias="max_new_tokens")
@@ -62,7 +62,7 @@ class SamplingFields(GenerationFields):
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         return super().sampling(replace(defaults, max_tokens=DEFAULT_MAX_NEW_TOKENS))
 
-    def beside(self, *, n_logprobs: int | None, **outside: Any) -> SamplingFields:
+    def beside(self, *, n_logprobs: int | None, **outside: Any) -> GenerateSampling:
         """These together with what the request has ``outside`` of them."""
         fields = self.model_copy(update=outside)
         fields._n_logprobs = n_logprobs  # noqa: SLF001 - its own
@@ -88,7 +88,7 @@ class GenerateRequest(BaseModel):
         PlainValidator(_parse_input_ids),
         WithJsonSchema({"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}, {"type": "null"}]}),
     ] = None
-    sampling_params: SamplingFields = Field(default_factory=SamplingFields)
+    sampling_params: GenerateSampling = Field(default_factory=GenerateSampling)
     rid: str | Annotated[list[str], Field(max_length=MAX_GENERATIONS)] | None = None
     return_logprob: bool | None = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -163,7 +163,7 @@ class GenerateRequest(BaseModel):
         """Names of the fields that the request has and this server does not know, the first few."""
         return self._ignored
 
-    def generation_fields(self) -> SamplingFields:
+    def generation_fields(self) -> GenerateSampling:
         """The request as the other routes see theirs."""
         return self.sampling_params.beside(
             n_logprobs=(self.top_logprobs_num or 0) if self.return_logprob else None,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from server.api.request_id import current_request
@@ -173,6 +174,9 @@ class Generations:
 
 
 def _submit(backend: Backend, request: GenerationRequest) -> Generation:
+    if (http_request := current_request()) is not None:
+        arrived_at, traceparent = http_request.arrived_at, http_request.traceparent
+        request = replace(request, arrived_at=arrived_at, traceparent=traceparent)
     try:
         return backend.submit(request)
     except RequestFailed as failure:

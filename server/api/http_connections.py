@@ -10,7 +10,7 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from server.api.http_limits import SMALL_BODY_NBYTES, HttpLimits, Refusal
+from server.api.http_limits import REFUSALS, SMALL_BODY_NBYTES, HttpLimits, Refusal
 from server.memory import give_back_soon
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ class ConnectionManager:
             ["reason"],
             registry=registry,
         )
+        for code in REFUSALS:
+            self._refusals.labels(reason=code)
         connections = Gauge("pd_http_connections", "Open HTTP connections.", registry=registry)
         connections.set_function(lambda: len(self._open) + len(self._refused))
         bodies = Gauge("pd_http_held_body_bytes", "Bytes of large request bodies in memory.", registry=registry)

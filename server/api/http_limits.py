@@ -42,7 +42,7 @@ class Refusal(Exception):
         return b"\r\n".join(lines) + b"\r\n\r\n" + content
 
 
-_REFUSALS = {
+REFUSALS = {
     "malformed_request": (400, "This is not an HTTP/1 request: {reason}."),
     "head_timeout": (408, "The headers did not arrive within {head_timeout_s:g} s."),
     "body_timeout": (408, "The body did not arrive within {body_timeout_s:g} s."),
@@ -94,5 +94,5 @@ class HttpLimits:
 
     def refusal(self, code: str, **details: str) -> Refusal:
         """The refusal of this code; ``details`` is what its message says beside the limits."""
-        status, message = _REFUSALS[code]
+        status, message = REFUSALS[code]
         return Refusal(status, code, message.format(**vars(self), **details))

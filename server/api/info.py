@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from server.api.requests import check_model
 from server.engine.request import Backend
 from server.failure import Failure, RequestFailed
 
+OPENMETRICS = "application/openmetrics-text"
 MODEL_INFO_FIELDS = ("model_path", "tokenizer_path", "served_model_name", "model_type", "architectures", "max_context")
 
 
@@ -45,9 +47,13 @@ def info_router(backend: Backend, registry: CollectorRegistry) -> APIRouter:
         return model_info(backend)
 
     @router.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """Prometheus text format."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        """Prometheus text format, or OpenMetrics, with exemplars, where ``Accept`` asks for it."""
+        if OPENMETRICS in request.headers.get("accept", ""):
+            content, content_type = openmetrics.generate_latest(registry), openmetrics.CONTENT_TYPE_LATEST
+        else:
+            content, content_type = generate_latest(registry), CONTENT_TYPE_LATEST
+        return Response(content, headers={"content-type": content_type})
 
     return router
 

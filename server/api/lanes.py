@@ -128,7 +128,9 @@ class Lanes:
     templates: Lane = field(default_factory=lambda: _lane("chat template", 256))
     texts: Lane = field(default_factory=lambda: _lane("tokenize", 256))
     long_texts: Lane = field(default_factory=lambda: _lane("tokenize long", 32))
+    answers: Lane = field(default_factory=lambda: _lane("spell answer", 256))
+    grammars: Lane = field(default_factory=lambda: _lane("compile grammar", 64))
 
     def close(self) -> None:
-        for lane in (self.bodies, self.templates, self.texts, self.long_texts):
+        for lane in (self.bodies, self.templates, self.texts, self.long_texts, self.answers, self.grammars):
             lane.close()

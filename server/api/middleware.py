@@ -9,11 +9,21 @@ from prometheus_client import CollectorRegistry, Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.errors import CLIENT_CLOSED_REQUEST, error_body, error_response
+from server.api.page import PAGE_PATHS
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""For probes and scrapers, which seldom have keys. They show states and counts, nothing that a client has sent."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"}) | PAGE_PATHS
+"""For probes and scrapers, which seldom have keys, and the files of the page, which asks for the key. They show states
+and counts, nothing that a client has sent.
+"""
 UNSENT_STATUS = "unsent_status"
 """In the request's ``state``: how it ended, where the application did not answer it."""
+
+
+def response_counter(registry: CollectorRegistry) -> Counter:
+    """What :class:`ResponseCount` counts in."""
+    return Counter(
+        "pd_http_responses_total", "HTTP answers by route and status.", ["route", "status"], registry=registry
+    )
 
 
 class HttpMiddleware(ABC):
@@ -97,13 +107,11 @@ class WholeBody(HttpMiddleware):
 
 
 class ResponseCount(HttpMiddleware):
-    """Counts answers by route and status in ``pd_http_responses_total``, when they end."""
+    """Counts answers by route and status in ``responses``, when they end."""
 
-    def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
+    def __init__(self, app: ASGIApp, responses: Counter) -> None:
         super().__init__(app)
-        self._responses = Counter(
-            "pd_http_responses_total", "HTTP answers by route and status.", ["route", "status"], registry=registry
-        )
+        self._responses = responses
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 500  # what the client gets if the application ends without an answer

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 import uuid
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 log = logging.getLogger(__name__)
 
 HEADER = "x-request-id"
+TRACE_HEADER = "traceparent"
 MAX_CHARS = 128
 _NOT_KEPT = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 _GENERATING = ("/v1/", "/generate")
@@ -21,11 +23,16 @@ _GENERATING = ("/v1/", "/generate")
 
 @dataclass
 class RequestName:
-    """One HTTP request. ``taken_on``: the node works for it and will log its end; ``code`` of its error, if any."""
+    """One HTTP request. ``taken_on``: the node works for it and will log its end; ``code`` of its error, if any.
+
+    Its head was there at ``arrived_at`` (by ``time.monotonic``). ``traceparent`` is its header, as it came.
+    """
 
     id: str
     taken_on: bool = False
     code: str | None = None
+    traceparent: str | None = None
+    arrived_at: float = field(default_factory=time.monotonic)
 
 
 _current: ContextVar[RequestName | None] = ContextVar("request", default=None)
@@ -59,7 +66,8 @@ class RequestId:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name = RequestName(clean(Headers(scope=scope).get(HEADER, "")) or draw_id())
+        headers = Headers(scope=scope)
+        name = RequestName(clean(headers.get(HEADER, "")) or draw_id(), traceparent=headers.get(TRACE_HEADER))
         _current.set(name)  # a server gives every request a context of its own
 
         async def named(message: Message) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import xxhash
 from fastapi import Request, Response
@@ -16,11 +17,15 @@ from server.api.answers import Answer, Usage, Writer
 from server.api.chunks import Chunks, StreamChunks, event, pd_object
 from server.api.errors import InvalidRequest, failure_body
 from server.api.generations import Generations
+from server.api.lanes import Lane
+from server.api.prompt_logprobs import INLINE_ENTRIES, n_entries
 from server.api.request_id import request_id
 from server.api.routed_rooms import MAX_GENERATIONS, routed_rooms
+from server.api.rules import Rules
 from server.api.schemas import GenerationFields, StreamOptions
 from server.api.streaming import EventStream, LiveStream, StreamTimes, until_disconnect
 from server.api.tokenizing import check_prompt_length, check_token_id
+from server.engine.prompt_logprobs import over_limit
 from server.engine.request import (
     PREFILL_ROLE,
     Backend,
@@ -52,17 +57,18 @@ def check_request(backend: Backend, body: GenerationFields, n_prompts: int) -> l
     :raises InvalidRequest: names the field that is wrong.
     """
     check_model(backend, body.model)
-    n_generations = n_prompts * body.n_samples
+    n_generations = n_prompts * body.n_generated
     if n_generations > MAX_GENERATIONS:
         raise InvalidRequest("n", f"{n_generations} generations (prompts times n) are more than {MAX_GENERATIONS}.")
-    for token_id in body.stop_token_ids or ():
-        check_token_id(token_id, backend.tokenizer.vocab_size, "stop_token_ids")
+    for field, token_ids in {"stop_token_ids": body.stop_token_ids or (), **body.named_token_ids}.items():
+        for token_id in token_ids:
+            check_token_id(token_id, backend.tokenizer.vocab_size, field)
     return routed_rooms(
         body.bootstrap_host,
         body.bootstrap_port,
         body.bootstrap_room,
         n_prompts=n_prompts,
-        n_samples=body.n_samples,
+        n_samples=body.n_generated,
         on_prefill=backend.role == PREFILL_ROLE,
     )
 
@@ -74,6 +80,7 @@ async def serve(
     prompts: Sequence[Sequence[int]],
     rooms: Sequence[RoutedRoom | None],
     writer: Writer,
+    rules: Rules,
     *,
     prompt_field: str,
     make_chunks: Callable[[Generations], StreamChunks] | None = None,
@@ -90,14 +97,18 @@ async def serve(
     A prefill node's stream has an end when its head has to go out, with the tokens that there are: routers read it to
     its end before they relay anything of the decode node's, and the rooms go on without it.
     """
-    requests = _generation_requests(backend, body, prompts, rooms, writer.id, prompt_field)
+    requests = _generation_requests(backend, body, prompts, rooms, rules, writer.id, prompt_field)
     generations = Generations(backend, requests)
     is_at_prefill = backend.role == PREFILL_ROLE
+    lane: Lane = request.app.state.answers_lane
     try:
         if not body.stream:
             answers = await until_disconnect(request.receive, _collect(generations, writer.usage))
             headers = generations.route_headers
-            return JSONResponse(writer.whole(answers, pd_object(request_id(), headers)), headers=headers)
+            pd = pd_object(request_id(), headers)
+            spell = partial(_respond, writer, best_answers(answers, body), pd, headers)
+            size = n_entries(answer.prompt_logprobs for answer in answers)
+            return spell() if size <= INLINE_ENTRIES else await until_disconnect(request.receive, lane.run(size, spell))
         times: StreamTimes = request.app.state.stream_times
         chunks: StreamChunks = (
             Chunks(writer, body.stream_options or StreamOptions(), generations)
@@ -109,7 +120,8 @@ async def serve(
             events = [event for index, output in outputs for event in chunks.events(index, output)]
             return EventStream([*events, *chunks.end()], headers=generations.route_headers)
         await until_disconnect(request.receive, generations.wait(times.head_s))
-        return LiveStream(generations, chunks, times.comment_s, headers=generations.route_headers)
+        long_lane = None if requests[0].sampling.prompt_logprobs is None else lane
+        return LiveStream(generations, chunks, times.comment_s, headers=generations.route_headers, lane=long_lane)
     except BaseException as error:
         generations.abort()
         is_event = body.stream and requests[0].routed is not None and not is_at_prefill
@@ -118,20 +130,33 @@ async def serve(
         raise
 
 
+def _respond(
+    writer: Writer, answers: Sequence[Answer], pd: Mapping[str, str], headers: Mapping[str, str]
+) -> JSONResponse:
+    return JSONResponse(writer.whole(answers, pd), headers=dict(headers))
+
+
 def _generation_requests(
     backend: Backend,
     body: GenerationFields,
     prompts: Sequence[Sequence[int]],
     rooms: Sequence[RoutedRoom | None],
+    rules: Rules,
     response_id: str,
     prompt_field: str,
 ) -> list[GenerationRequest]:
     """One request for every sample of every prompt, samples of one prompt side by side."""
     requests: list[GenerationRequest] = []
+    reason = over_limit(sum(map(len, prompts)), body.n_prompt_logprobs, body.n_generated)
+    if reason is not None:
+        raise InvalidRequest("logprobs" if body.prompt_logprobs is None else "prompt_logprobs", reason)
     for ids in prompts:
         sampling = _fit_context(backend, body, len(ids), prompt_field)
+        sampling = replace(sampling, bad_words=rules.bad_words, grammar=rules.grammar)
+        if body.n_generated > body.n_samples and sampling.logprobs is None:
+            sampling = replace(sampling, logprobs=0)  # the best are those with the largest sum
         prompt_ids = tuple(ids)  # one for all samples
-        for sample in range(body.n_samples):
+        for sample in range(body.n_generated):
             seed = None if sampling.seed is None else sample_seed(sampling.seed, sample)
             index = len(requests)
             sample_id = f"{response_id}-{index}"
@@ -152,7 +177,8 @@ def sample_seed(seed: int, sample: int) -> int:
 def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt_field: str) -> SamplingParams:
     """Sampling parameters for a prompt of ``n_prompt`` tokens. The default of max_tokens shrinks to what fits.
 
-    A prefill node generates one token whatever is asked, and the decode node checks the rest.
+    A prefill node generates one token whatever is asked, and the decode node checks the rest. The log probabilities of
+    the prompt are in the decode node's answer, to which they are handed over.
 
     :raises InvalidRequest: the prompt is empty, or it or the asked max_tokens does not fit the context.
     """
@@ -162,7 +188,7 @@ def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt
     room = backend.max_context - n_prompt
     sampling = body.sampling(backend.sampling_defaults)
     if backend.role == PREFILL_ROLE:
-        return replace(sampling, max_tokens=1, min_tokens=0)
+        return replace(sampling, max_tokens=min(1, sampling.max_tokens), min_tokens=0, prompt_logprobs=None)
     if body.asked_max_tokens is not None and body.asked_max_tokens > room:
         field = body.max_tokens_field
         raise InvalidRequest(
@@ -177,6 +203,19 @@ def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt
             "min_tokens", f"min_tokens {sampling.min_tokens} is more than max_tokens {sampling.max_tokens}."
         )
     return sampling
+
+
+def best_answers(answers: Sequence[Answer], body: GenerationFields) -> Sequence[Answer]:
+    """Of the answers to each prompt the ``n_samples`` with the largest sum of log probabilities, the best first."""
+    if body.n_generated == body.n_samples:
+        return answers
+    best: list[Answer] = []
+    for first in range(0, len(answers), body.n_generated):
+        ranked = sorted(
+            answers[first : first + body.n_generated], key=lambda answer: -sum(each.logprob for each in answer.logprobs)
+        )
+        best += ranked[: body.n_samples]
+    return [replace(answer, logprobs=[]) for answer in best] if body.n_logprobs is None else best
 
 
 async def _collect(generations: Generations, usage: Usage) -> list[Answer]:

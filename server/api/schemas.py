@@ -31,7 +31,10 @@ from server.api.fields import (
     ignored_fields,
     refuse_unsupported,
 )
+from server.api.grammar_fields import GrammarFields
+from server.api.prompt_fields import PromptFields
 from server.api.routed_rooms import MAX_GENERATIONS, Hosts, Ports, Rooms
+from server.api.sampling_fields import SamplingFields
 from server.engine.request import MAX_LOGPROBS, SamplingParams
 
 MAX_STOP_STRINGS = 16
@@ -54,7 +57,7 @@ class StreamOptions(BaseModel):
     """Accepted and without effect: it pads a hosted service's chunks."""
 
 
-class GenerationFields(BaseModel):
+class GenerationFields(SamplingFields, GrammarFields, PromptFields):
     """What both kinds of completion share. None means: the server's default."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -63,8 +66,8 @@ class GenerationFields(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
@@ -119,9 +122,23 @@ class GenerationFields(BaseModel):
             raise InvalidRequest("stream_options", "stream_options is only allowed with stream: true.")
         return self
 
+    @model_validator(mode="after")
+    def _check_prompt_fields(self) -> GenerationFields:
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs", "prompt_logprobs is not available with stream: true.")
+        if self.asked_max_tokens == 0 and not self.shows_prompt:
+            field = self.max_tokens_field
+            raise InvalidRequest(field, f"{field}: 0 needs echo or prompt_logprobs: there is no answer without them.")
+        return self
+
     @property
     def n_samples(self) -> int:
         return self.n or 1
+
+    @property
+    def n_generated(self) -> int:
+        """How many are generated for each prompt; the best ``n_samples`` of them are the answer."""
+        return self.n_samples
 
     @property
     def asked_max_tokens(self) -> int | None:
@@ -151,6 +168,8 @@ class GenerationFields(BaseModel):
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,
             "logprobs": self.n_logprobs,
+            "prompt_logprobs": self.n_prompt_logprobs,
+            **self.asked_edits(),
         }
         return replace(defaults, **{name: value for name, value in asked.items() if value is not None})
 
@@ -210,24 +229,32 @@ class CompletionRequest(GenerationFields):
     ]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of != self.n_samples:
-            raise InvalidRequest("best_of", "best_of is only supported where it equals n.", code="unsupported")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "echo",
-                "echo with logprobs is not supported: prompts are computed on another node, which reports no log "
-                "probabilities of prompt tokens. Ask for one of the two.",
-                code="unsupported",
-            )
+        if self.n_generated < self.n_samples:
+            raise InvalidRequest("best_of", f"best_of {self.best_of} is less than n {self.n_samples}.")
+        if self.stream and self.n_generated > self.n_samples:
+            raise InvalidRequest("best_of", "best_of is not allowed with stream: true: the best are known at the end.")
         return self
+
+    @property
+    def n_generated(self) -> int:
+        return self.n_samples if self.best_of is None else self.best_of
 
     @property
     def n_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def n_prompt_logprobs(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((n for n in wanted if n is not None), default=None)
+
+    @property
+    def shows_prompt(self) -> bool:
+        return bool(self.echo) or self.prompt_logprobs is not None
 
 
 class ChatMessage(BaseModel):

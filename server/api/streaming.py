@@ -6,8 +6,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Response
@@ -17,6 +18,8 @@ from server.api.chunks import COMMENT, StreamChunks, event
 from server.api.direct_body import DirectBody, direct_body
 from server.api.errors import ClientDisconnected, failure_body, internal_error
 from server.api.generations import Generations
+from server.api.lanes import Lane
+from server.api.prompt_logprobs import INLINE_ENTRIES, n_entries
 from server.failure import RequestFailed
 
 logger = logging.getLogger(__name__)
@@ -102,13 +105,21 @@ class LiveStream(EventStream):
     The status line is out before the first chunk is made, so that a failure becomes an error event, and the stream ends
     without ``[DONE]``. However it ends, the generations are aborted then; that the client has gone away is noticed
     between chunks too.
+
+    With ``lane`` a first chunk may be long, because it has the log probabilities of the prompt: it is spelled there.
     """
 
     def __init__(
-        self, generations: Generations, chunks: StreamChunks, comment_s: float, *, headers: Mapping[str, str]
+        self,
+        generations: Generations,
+        chunks: StreamChunks,
+        comment_s: float,
+        *,
+        headers: Mapping[str, str],
+        lane: Lane | None = None,
     ) -> None:
         super().__init__(headers=headers)
-        self._generations, self._chunks, self._comment_s = generations, chunks, comment_s
+        self._generations, self._chunks, self._comment_s, self._lane = generations, chunks, comment_s, lane
         self._spoke_at = time.monotonic() if generations.has_waiting else -math.inf
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -119,10 +130,12 @@ class LiveStream(EventStream):
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
         try:
-            if (body := direct_body(scope)) is not None:
+            if (lane := self._lane) is not None:
+                await self._send_each(send, partial(self._spelled_in, lane))
+            elif (body := direct_body(scope)) is not None:
                 await self._write_directly(body)
             else:
-                await self._send_each(send)
+                await self._send_each(send, self._spelled)
         except RequestFailed as failure:
             await _send(send, event(failure_body(failure)))
         except Exception as error:
@@ -149,16 +162,30 @@ class LiveStream(EventStream):
                 if not generations.is_over and self._is_comment_due() and not body.is_full:
                     body.write([COMMENT])
 
-    async def _send_each(self, send: Send) -> None:
-        """The outputs go through ``send``, one after the other."""
+    async def _send_each(self, send: Send, spelled: Callable[[], Awaitable[list[bytes]]]) -> None:
+        """The outputs go through ``send``, one after the other, as ``spelled`` has the next of them."""
         generations = self._generations
         while not generations.is_over:
             await generations.wait(self._patience_s)
             while generations.has_waiting:
-                for each in self._next_events():
+                for each in await spelled():
                     await _send(send, each)
             if not generations.is_over and self._is_comment_due():
                 await _send(send, COMMENT)
+
+    async def _spelled(self) -> list[bytes]:
+        return self._next_events()
+
+    async def _spelled_in(self, lane: Lane) -> list[bytes]:
+        """The events for the next output."""
+        item = self._generations.take()
+        if item is None:
+            return []
+        size = n_entries([item[1].prompt_logprobs])
+        spell = partial(self._chunks.events, *item)
+        events = spell() if size <= INLINE_ENTRIES else await lane.run(size, spell)
+        self._spoke_at = time.monotonic()
+        return events
 
     def _next_events(self) -> list[bytes]:
         """The events for what waits, up to some :data:`_WRITE_NBYTES`."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from server.api.errors import InvalidRequest
 from server.api.lanes import Lane, Lanes
 from server.api.schemas import Prompt
+from server.engine.grammar import Grammar
 from server.engine.request import Backend
 from server.engine.tokenizer_process import EncodingJob
 from server.failure import RequestFailed
@@ -88,6 +89,44 @@ class PromptReader:
         self._check_text_length(text, "messages")
         [ids] = await self._encode([text], is_rendered=True)
         return ids
+
+    async def read_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of words that an answer must not have: each as at the beginning of a text and, as in vLLM, behind a
+        space, where that only makes its first token another one.
+
+        :raises RequestFailed: as :meth:`read`.
+        """
+        if not words:
+            return ()
+        return await self._run(
+            2 * sum(map(len, words)),
+            INLINE_CHARS,
+            self._lanes.texts,
+            lambda: tuple(ids for word in words for ids in self._spellings(word.lstrip())),
+        )
+
+    def _spellings(self, word: str) -> list[tuple[int, ...]]:
+        plain, behind_space = (tuple(self._tokenizer.encode_rendered(text)) for text in (word, f" {word}"))
+        is_other = behind_space[:1] != plain[:1] and len(behind_space) == len(plain)
+        return [ids for ids in ((plain, behind_space) if is_other else (plain,)) if ids]
+
+    async def make_grammar(self, function: Callable[[], Grammar | None]) -> Grammar | None:
+        """The grammar that ``function`` makes of a request, off the event loop.
+
+        :raises RequestFailed: as ``function`` and :meth:`.Lane.run`.
+        """
+        return await self._lanes.grammars.run(0, function)
+
+    async def compile(self, grammar: Grammar, field: str | None) -> None:
+        """Makes ``grammar`` ready for its answers. ``field`` is the request's, for errors.
+
+        :raises RequestFailed: 400 ``invalid_grammar``; 503 or 504 as :meth:`.Lane.run`.
+        """
+        try:
+            await self._lanes.grammars.run(len(grammar.text), partial(self._tokenizer.grammars.compile, grammar))
+        except RequestFailed as failure:
+            failure.param = field
+            raise
 
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         """Texts of token ids that :meth:`read` has checked."""

@@ -97,6 +97,10 @@ class Allocator:
             self._free_slots = deque(sorted(self._free_slots))
             self._free_pages = deque(sorted(self._free_pages))
 
+    def grants(self) -> list[tuple[Placement, ItemState]]:
+        """What is not free."""
+        return [(grant.placement, grant.state) for grant in self._grants.values()]
+
     def counts(self) -> dict[str, dict[str, int]]:
         """``{"slots": {state: n}, "pages": {state: n}}`` over all four states; item 0 is not counted."""
         slots = {state.value: 0 for state in ItemState}

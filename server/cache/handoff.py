@@ -12,14 +12,13 @@ import xxhash
 
 from server.cache.arena import TORCH_DTYPES, Arena
 from server.cache.layout import Placement, Run
-from server.cache.specs import HANDOFF, ITEMSIZE, ComponentSpec, LayoutError, Scope
+from server.cache.specs import HANDOFF, STREAMS_OFFSET, LayoutError
 
 HANDOFF_VERSION = 1
 MAX_TOP = 20
 _HEAD = struct.Struct("<IIQQI16sid")  # version, dtype code, room, epoch, n, prompt hash, first token, its logprob
 _TOP = struct.Struct("<id")
 _HEAD_NBYTES = 64
-STREAMS_OFFSET = 512
 _DTYPE_CODES = {"float32": 0, "bfloat16": 1}
 
 
@@ -55,12 +54,6 @@ def prompt_hash(ids: Sequence[int]) -> bytes:
 def packed_prompt_hash(ids: bytes) -> bytes:
     """:func:`prompt_hash` of ids that are little-endian int32 already."""
     return xxhash.xxh3_128(ids).digest()
-
-
-def handoff_spec(hc_mult: int, hidden: int, dtype: str) -> ComponentSpec:
-    """The hand-off row as a component: one row per slot, as wide as its struct and the hidden streams need."""
-    width = STREAMS_OFFSET + hc_mult * hidden * ITEMSIZE[dtype]
-    return ComponentSpec(HANDOFF, Scope.SLOT, 1, (), width, "uint8", ring=1)
 
 
 def write_handoff(arena: Arena, placement: Placement, handoff: Handoff) -> None:

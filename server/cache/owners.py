@@ -7,7 +7,7 @@ before its bytes count as anybody's state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,12 +37,12 @@ class WrongOwner(LayoutError):
         return Failure("wrong_owner", str(self), self.component, "stamp")
 
 
-class LiveItem(NamedTuple):
-    """A slot or page that holds live rows of ``component``."""
+class LiveItems(NamedTuple):
+    """The slot, or the pages, that hold live rows of ``component``."""
 
     component: str
     scope: Scope
-    item: int
+    items: Sequence[int]
 
 
 class OwnerStamps:
@@ -73,23 +73,25 @@ class OwnerStamps:
         """
         self.check_items(self.items_of(n, placement, names), owner)
 
-    def items_of(self, n: int, placement: Placement, names: Iterable[str]) -> list[LiveItem]:
-        """The slots and pages that hold a live row of ``names`` after ``n`` tokens."""
+    def items_of(self, n: int, placement: Placement, names: Iterable[str]) -> list[LiveItems]:
+        """The slots and pages that hold a live row of ``names`` after ``n`` tokens, as a few slices."""
         found = []
         for name, rows in live_positions(n, self._layout.window, names).items():
             component = self._layout.component(name)
             items = placement.items(component)
             if component.scope is Scope.PAGE:
                 items = items[: -(-rows.stop // component.rows)]
-            found += [LiveItem(name, component.scope, item) for item in items] if len(rows) else []
+            if len(rows):
+                found.append(LiveItems(name, component.scope, items))
         return found
 
-    def check_items(self, items: Iterable[LiveItem], owner: Owner) -> None:
+    def check_items(self, items: Iterable[LiveItems], owner: Owner) -> None:
         """That all ``items`` are ``owner``'s. Raises what :meth:`check` raises."""
-        for name, scope, item in items:
-            found = self.owner_of(scope, item)
-            if found != owner:
-                raise WrongOwner(f"{name}: {scope} {item} belongs to {found or 'nobody'}, expected {owner}", name)
+        for name, scope, those in items:
+            for item in those:
+                found = self.owner_of(scope, item)
+                if found != owner:
+                    raise WrongOwner(f"{name}: {scope} {item} belongs to {found or 'nobody'}, expected {owner}", name)
 
 
 def _items(placement: Placement) -> list[tuple[Scope, int]]:

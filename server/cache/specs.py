@@ -9,6 +9,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "uint8": 1}
 """Bytes of one element, by the dtype names that components may have."""
 
 HANDOFF = "handoff"
+STREAMS_OFFSET = 512
+"""Bytes of a hand-off row before its hidden streams."""
 SWA = "swa"
 DRAFT = "draft_swa"
 
@@ -57,6 +59,12 @@ class ComponentSpec:
     def rows_per_item(self, page_size: int) -> int:
         """Rows in one page or one slot."""
         return page_size // self.positions if self.scope is Scope.PAGE else self.ring
+
+
+def handoff_spec(hc_mult: int, hidden: int, dtype: str) -> ComponentSpec:
+    """The hand-off row as a component: one row per slot, as wide as its struct and the hidden streams need."""
+    width = STREAMS_OFFSET + hc_mult * hidden * ITEMSIZE[dtype]
+    return ComponentSpec(HANDOFF, Scope.SLOT, 1, (), width, "uint8", ring=1)
 
 
 @dataclass(frozen=True)

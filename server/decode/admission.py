@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Container
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 
 from server.cache.allocator import Allocator
 from server.cache.handoff import prompt_hash
+from server.engine.prompt_logprobs import over_limit
 from server.engine.request import GenerationRequest, SamplingParams
 from server.failure import Failure, RequestFailed
 from server.transfer.protocol import MAX_ROOM, RoomRequest, RoutedRequest, Sampling, pack_tokens
 
 
 def check_request(
-    request: GenerationRequest, *, max_context: int, vocab_size: int, spec_tokens: int, allocator: Allocator
+    request: GenerationRequest,
+    *,
+    max_context: int,
+    vocab_size: int,
+    spec_tokens: int,
+    allocator: Allocator,
+    is_local: bool,
 ) -> None:
     """Refuses what can never be served. Raises :class:`RequestFailed` with the numbers that do not fit."""
     n, max_new = len(request.prompt_ids), request.sampling.max_tokens
     if n == 0:
         raise RequestFailed(Failure("empty_prompt", "the prompt is empty: it needs at least one token"))
-    if max_new < 1:
-        raise RequestFailed(Failure("bad_max_tokens", f"max_tokens must be at least 1, got {max_new}"))
+    if max_new < 0:
+        raise RequestFailed(Failure("bad_max_tokens", f"max_tokens must not be negative, got {max_new}"))
+    if (reason := over_limit(n, request.sampling.prompt_logprobs)) is not None:
+        raise RequestFailed(Failure("bad_sampling", reason))
     if n + max_new > max_context:
         message = (
             f"the prompt has {n} tokens and max_tokens is {max_new}: {n + max_new} is over the context of {max_context}"
         )
         raise RequestFailed(Failure("context_length_exceeded", message))
-    needed = tokens_held(request, spec_tokens)
+    needed = tokens_held(request, spec_tokens, is_local=is_local)
     if needed > allocator.capacity_tokens:
         message = (
             f"the prompt's {n} tokens and max_tokens {max_new} need {needed} positions, but the whole page pool holds "
@@ -62,7 +71,7 @@ def choose_room(request: GenerationRequest, room: int | None, taken: Container[i
 def wire_sampling(sampling: SamplingParams) -> Sampling:
     """Raises :class:`RequestFailed` for a parameter that the wire refuses."""
     try:
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(sampling)), type=Sampling)
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling)
     except (msgspec.ValidationError, OverflowError) as error:
         raise RequestFailed(Failure("bad_sampling", f"a sampling parameter is out of range: {error}")) from error
 
@@ -75,8 +84,12 @@ def wire_request(request: GenerationRequest, sampling: Sampling) -> RoomRequest 
     return RoomRequest(request_id, pack_tokens(prompt), sampling)
 
 
-def tokens_held(request: GenerationRequest, spec_tokens: int) -> int:
-    """Positions a request may ever write: prompt, answer, and the draft tokens of its last step."""
+def tokens_held(request: GenerationRequest, spec_tokens: int, *, is_local: bool) -> int:
+    """Positions a request may ever write here: prompt, answer, and the draft tokens of its last step. Where a prefill
+    node computes the prompt and nothing is to be decoded, its hand-off row is all that comes, and the slot is for that.
+    """
+    if not request.sampling.max_tokens and not is_local:
+        return 1
     return len(request.prompt_ids) + request.sampling.max_tokens + spec_tokens
 
 

@@ -29,6 +29,7 @@ class DraftMetrics:
             buckets=buckets,
             registry=registry,
         )
+        self._steps = [0] * (spec_tokens + 1)
         self._tokens = Counter("pd_draft_tokens", "Drafted tokens, by outcome.", ["outcome"], registry=registry)
         self._position = Counter(
             "pd_draft_accepted_at",
@@ -36,8 +37,16 @@ class DraftMetrics:
             ["position"],
             registry=registry,
         )
+        for outcome in ("proposed", "accepted"):
+            self._tokens.labels(outcome)
+        for place in range(1, spec_tokens + 1):
+            self._position.labels(str(place))
         info = Gauge("pd_draft_state", "Where the draft's window comes from (always 1).", ["mode"], registry=registry)
         info.labels(draft_state).set(1)
+
+    def lengths(self) -> dict[str, int]:
+        """How many steps gave out how many tokens."""
+        return {str(length): n for length, n in enumerate(self._steps, 1)}
 
     def step(self, output: TokenOutput, n_before: int) -> None:
         """Counts one step of a request that had generated ``n_before`` tokens. Steps without drafts do not count."""
@@ -45,6 +54,7 @@ class DraftMetrics:
             return
         length = 1 + output.n_accepted
         self._length.observe(length)
+        self._steps[length - 1] += 1
         if n_before < EARLY_TOKENS:
             self._early.observe(length)
         self._tokens.labels("proposed").inc(output.n_proposed)

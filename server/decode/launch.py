@@ -17,7 +17,18 @@ PROG = "launch_decode"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a decode node until a signal ends it; returns the exit code."""
     options = parse(DecodeOptions, PROG, "Takes prompts' state from prefill nodes, decodes, and serves the API.", argv)
+    if options.doctor:
+        return _doctor(options)
     return run(PROG, options, partial(_start, options))
+
+
+def _doctor(options: DecodeOptions) -> int:
+    from server.doctor.examination import examine
+    from server.doctor.plan import NodePlan, Port
+
+    ports = (Port("--port", options.port),)
+    peers = None if options.local_prefill else options.prefill
+    return examine(NodePlan("decode", options, ports, peers, options.spec_tokens > 0, options.spec_tokens))
 
 
 async def _start(options: DecodeOptions) -> int:

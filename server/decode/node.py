@@ -52,6 +52,10 @@ class DecodeNode(BaseNode):
     def _counts(self) -> tuple[int, int]:
         return len(self.manager.reqs), len(self.manager.queue)
 
+    def _role_state(self, now: float) -> dict[str, Any]:
+        manager = self.manager
+        return {"quarantine": manager.quarantine.describe(now), "accept_lengths": manager.accept_lengths()}
+
     def _info(self) -> dict[str, Any]:
         manager = self.manager
         return {

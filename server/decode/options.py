@@ -8,7 +8,7 @@ from server.node.cli import OneOf, option
 from server.node.options import NodeOptions, http_port, peer_address
 
 MAX_SPEC_TOKENS = 8
-PREFILL = OneOf("prefill", required=True)
+PREFILL = OneOf("prefill", required=True, unless="doctor")
 
 
 @dataclass(frozen=True, kw_only=True)

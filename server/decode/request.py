@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from server.cache.layout import Placement
 from server.decode.prefill_link import PrefillLink
@@ -11,14 +11,12 @@ from server.decode.verify import Expected
 from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest
 from server.failure import Failure
-from server.node.request_log import RequestEnd
+from server.telemetry.rooms import RoomRecorder
 from server.transfer.checks import Check
-from server.transfer.protocol import Registration, Sampling, Timings
+from server.transfer.protocol import Registration, Sampling
 from server.transfer.rooms import RoomKey
 
 MAX_RETRIES = 1
-_QUEUED = ("reserve", "queued")
-"""Phases of a room in which its prompt waits on the prefill node."""
 
 
 @dataclass
@@ -40,21 +38,18 @@ class DecodeRequest:
 
     ``sampling`` is the request's as the prefill node gets it. ``link`` is the prefill node that a router chose; else it
     is chosen together with the memory. ``resumed``: the engine decodes in the room's memory, and says when it does no
-    more.
+    more. ``scores`` are the rows of the prompt's log probabilities, where they are computed here.
 
     A second attempt has the same ``generation``, ``avoids`` the prefill nodes of those before and says why they
-    ``failed_before``. ``expected`` is what its room waits for.
-
-    Times are seconds of the node's clock: the request came at ``submitted_at``, this attempt began to wait at
-    ``enqueued_at``, got memory at ``opened_at``, and decoding began at ``decoding_at``. ``prefill_timings`` is where
-    the prefill node says that its time went.
+    ``failed_before``. Both write the same ``record``. ``expected`` is what its room waits for. This attempt began to
+    wait at ``enqueued_at``, in seconds of the node's clock.
     """
 
     key: RoomKey
     request: GenerationRequest
     sampling: Sampling
     generation: NodeGeneration
-    submitted_at: float
+    record: RoomRecorder
     enqueued_at: float
     link: PrefillLink | None = None
     announced: Announced | None = None
@@ -65,10 +60,7 @@ class DecodeRequest:
     expected: Expected | None = None
     skipped: frozenset[Check] = frozenset()
     resumed: bool = False
-    n_generated: int = 0
-    opened_at: float | None = None
-    decoding_at: float | None = None
-    prefill_timings: Timings | None = None
+    scores: bytearray = field(default_factory=bytearray)
 
     @property
     def n_retries(self) -> int:
@@ -93,36 +85,8 @@ class DecodeRequest:
             self.request,
             self.sampling,
             self.generation,
-            self.submitted_at,
+            self.record,
             now,
             avoids=(*self.avoids, link),
             failed_before=failure,
-        )
-
-    def end(self, outcome: str, now: float) -> RequestEnd:
-        """What is logged of the request. What failed attempts took counts as time in the queue."""
-        timings = self.prefill_timings
-        opened_at = now if self.opened_at is None else self.opened_at
-        decoding_at = now if self.decoding_at is None else self.decoding_at
-        queue_s = opened_at - self.submitted_at
-        if timings is not None:  # the prefill node knows better than what was heard of it, and when
-            queue_s, prefill_s = queue_s + timings.queued_s, timings.prefill_s
-            transfer_s = max(0.0, decoding_at - opened_at - timings.queued_s - timings.prefill_s)
-        elif self.room is not None:
-            room_s = self.room.phase_s
-            queue_s += sum(room_s.get(phase, 0.0) for phase in _QUEUED)
-            prefill_s = room_s.get("prefill", 0.0)
-            transfer_s = room_s.get("transfer", 0.0) + room_s.get("verify", 0.0)
-        else:
-            prefill_s, transfer_s = decoding_at - opened_at, 0.0
-        return RequestEnd(
-            request_id=self.request.request_id,
-            room=None if self.room is None and self.request.routed is None else self.key.room,
-            peer_role="prefill",
-            peer=self.link.address if self.link is not None else "none" if self.opened_at is None else "local",
-            n_prompt=len(self.request.prompt_ids),
-            n_generated=self.n_generated,
-            phase_s={"queue": queue_s, "prefill": prefill_s, "transfer": transfer_s, "decode": now - decoding_at},
-            outcome=outcome,
-            n_retries=self.n_retries,
         )

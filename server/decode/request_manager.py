@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable
+from functools import partial
 
 from server.cache.allocator import ItemState
 from server.decode.admission import check_request, choose_room, tokens_held, wire_sampling, with_seed
@@ -31,14 +32,20 @@ from server.engine.events import (
     Generate,
     Output,
     Prepare,
+    PromptScored,
     Resume,
     Scrub,
     Scrubbed,
 )
 from server.engine.generation import NodeGeneration
-from server.engine.request import FinishReason, GenerationRequest, RouteInfo
+from server.engine.prompt_logprobs import PromptLogprobs
+from server.engine.request import FinishReason, GenerationRequest, RouteInfo, TokenOutput
 from server.failure import Failure, RequestFailed, internal_error
 from server.node.context import NodeContext
+from server.node.request_log import log_end
+from server.telemetry.latency import RequestMetrics
+from server.telemetry.record import PhaseName
+from server.telemetry.rooms import DECODE, RoomRecorder, RoomRecords
 from server.transfer.checks import Check
 from server.transfer.rooms import GivenUp, RoomKey
 
@@ -90,6 +97,9 @@ class RequestManager:
         self._draft_metrics: DraftMetrics | None = None
         if settings.draft_state is not None:
             self._draft_metrics = DraftMetrics(context.metrics.registry, settings.spec_tokens, settings.draft_state)
+        self.request_metrics = RequestMetrics(context.metrics.registry, DECODE)
+        self.records = RoomRecords(DECODE, settings.keep_rooms, context.clock, context.traces)
+        self.records.on_end += [self.request_metrics.ended, log_end]
         self._epochs = itertools.count(1)
         self._refusing: Failure | None = None
 
@@ -102,6 +112,8 @@ class RequestManager:
             peers=lambda: self.rooms.peers.n_registered,
             quarantine_s=lambda: self.quarantine.oldest_s(self._clock()),
         )
+        for link in self.rooms.peers.links:
+            self._metrics.peer_known(link.address)
         self.rooms.peers.start()
 
     async def close(self) -> None:
@@ -133,6 +145,10 @@ class RequestManager:
             return False, failure.failure.reason
         return (True, "local prefill") if self._is_local else await self.rooms.peers.ready()
 
+    def accept_lengths(self) -> dict[str, int]:
+        """Steps with drafts, by the number of tokens that they gave out."""
+        return {} if self._draft_metrics is None else self._draft_metrics.lengths()
+
     # --- admission ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest, *, room: int | None = None) -> NodeGeneration:
@@ -140,6 +156,15 @@ class RequestManager:
 
         Raises :class:`RequestFailed` at once for what cannot be served.
         """
+        try:
+            return self._submit(request, room)
+        except RequestFailed as refused:
+            routed = request.routed.room if request.routed is not None else room
+            self.records.refused(request.request_id, routed, refused.failure)
+            self.request_metrics.refused(refused.code)
+            raise
+
+    def _submit(self, request: GenerationRequest, room: int | None) -> NodeGeneration:
         self._check_serving()
         link = None
         if request.routed is not None:
@@ -153,6 +178,7 @@ class RequestManager:
             vocab_size=self._context.tokenizer.vocab_size,
             spec_tokens=self._settings.spec_tokens,
             allocator=self._allocator,
+            is_local=self._is_local,
         )
         request = with_seed(request)
         sampling = wire_sampling(request.sampling)
@@ -163,10 +189,20 @@ class RequestManager:
         generation = NodeGeneration(
             lambda: self._abort(room_id),
             room=None if self._is_local else room_id,
-            on_end=lambda outcome: self._log_end(room_id, outcome),
+            on_end=partial(self._end_record, room_id),
+        )
+        record = self.records.open(
+            room_id,
+            request.request_id,
+            n_prompt=len(request.prompt_ids),
+            max_new=request.sampling.max_tokens,
+            first=PhaseName.RECEIVE,
+            began=request.arrived_at,
+            traceparent=request.traceparent,
         )
         now = self._clock()
-        req = DecodeRequest(self._new_key(room_id), request, sampling, generation, now, now, link=link)
+        record.enter(PhaseName.QUEUE if link is None else PhaseName.PAIR, now)
+        req = DecodeRequest(self._new_key(room_id), request, sampling, generation, record, now, link=link)
         self._enter(req)
         self.queue.put(req)
         self._announce(req)
@@ -194,9 +230,9 @@ class RequestManager:
         if self.by_room.get(req.key.room) is req:
             del self.by_room[req.key.room]
 
-    def _log_end(self, room: int, outcome: str) -> None:
+    def _end_record(self, room: int, outcome: str, failure: Failure | None) -> None:
         if (req := self.by_room.get(room)) is not None:
-            req.end(outcome, self._clock()).log()
+            self.records.end(req.record, outcome, self._clock(), failure)
 
     def admit(self) -> None:
         """Gives the head of the queue a slot and pages, again and again while there are any."""
@@ -208,18 +244,22 @@ class RequestManager:
             link = self._link_for(req)
             if link is None and not self._is_local:
                 continue  # its prefill node registers anew; the others need not wait for that
-            placement = self._allocator.reserve(req.key, tokens_held(req.request, self._settings.spec_tokens))
+            n_held = tokens_held(req.request, self._settings.spec_tokens, is_local=self._is_local)
+            placement = self._allocator.reserve(req.key, n_held)
             if placement is None:
                 return
             self.queue.remove(req)
             self.queue.note_progress()
             self._context.arena.owners.stamp(placement, req.key.owner)
-            req.placement, req.link, req.opened_at = placement, link, self._clock()
-            self._metrics.phase("admission", req.opened_at - req.enqueued_at)
+            req.placement, req.link, now = placement, link, self._clock()
+            self._metrics.phase("admission", now - req.enqueued_at)
+            peer = link.address if link is not None else "local"
+            req.record.attempt(req.key.epoch, peer, placement.slot, len(placement.pages))
+            req.record.enter(PhaseName.PREFILL if link is None else PhaseName.RESERVE, now)
             try:
                 if link is not None:
                     self.rooms.open(req)
-                    if req.room is not None and req.room.active:
+                    if req.room is not None and req.room.active and req.request.sampling.max_tokens:
                         self._submit_command(Prepare(req.key, req.request))
                 else:
                     self._allocator.commit(req.key)
@@ -292,19 +332,27 @@ class RequestManager:
         if req.placement is None or req.link is None:
             raise RuntimeError(f"{req.key} was committed without memory or peer")
         self._allocator.commit(req.key)
-        owner = None if Check.STAMP in req.skipped else req.key.owner
-        self._submit_command(Resume(req.key, req.request, req.placement, commit.first, owner))
-        req.resumed = True
+        sampling = req.request.sampling
+        if sampling.max_tokens:
+            owner = None if Check.STAMP in req.skipped else req.key.owner
+            self._submit_command(Resume(req.key, req.request, req.placement, commit.first, owner))
+            req.resumed = True
         nbytes = {sent.component: sent.nbytes for sent in commit.done.sent}
         draft_state = self._settings.draft_state
         req.generation.set_route(RouteInfo(req.link.address, req.key.room, nbytes, draft_state, req.n_retries))
-        req.decoding_at, req.prefill_timings = self._clock(), commit.done.timings
+        req.record.moved(commit.done)
+        if commit.scores is not None and sampling.prompt_logprobs is not None:
+            req.generation.prompt_logprobs = PromptLogprobs(sampling.prompt_logprobs, commit.scores)
+        if not sampling.max_tokens:
+            req.generation.finish(FinishReason.LENGTH)
+            self._scrub(req)
 
     def _fail(self, req: DecodeRequest, failure: Failure) -> None:
         """Another prefill node is asked if that may help; what this attempt held stays in quarantine, under its key."""
         log.warning("%s (%s) failed: %s: %s", req.key, req.request.request_id, failure.code, failure.reason)
         link, now = req.link, self._clock()
         self._allocator.quarantine(req.key)
+        req.record.attempt_failed(failure)
         self.quarantine.enter(req.key, failure, link.address if link else "", now)
         may_retry = self._refusing is None and req.may_be_retried(failure)
         if link is None or not may_retry or self.rooms.peers.pick((*req.avoids, link)) is None:
@@ -313,6 +361,7 @@ class RequestManager:
         again = req.next_attempt(self._new_key(req.key.room), link, failure, now)
         log.info("%s is tried again as epoch %d", req.key, again.key.epoch)
         self._metrics.retried(failure.code)
+        req.record.try_again(now)
         self._enter(again)
         self.queue.put_first(again)
         self.admit()
@@ -340,6 +389,8 @@ class RequestManager:
             self._fail_waiting([(req, failure)])
         elif req.announced is not None:
             req.announced.has_arrived = True
+            if req.record.phase is PhaseName.PAIR:
+                req.record.enter(PhaseName.QUEUE, self._clock())
             self.admit()
         return True
 
@@ -368,14 +419,14 @@ class RequestManager:
 
     def _to_client(self, req: DecodeRequest, event: Event) -> None:
         match event:
+            case PromptScored():
+                req.scores += event.rows
             case Output():
+                n_top = req.request.sampling.prompt_logprobs
+                if self._is_local and n_top is not None and not req.record.n_generated:
+                    req.generation.prompt_logprobs = PromptLogprobs(n_top, req.scores)
                 req.generation.set_route(self._local_route)
-                if not req.n_generated:
-                    self._context.hooks.entered("decode")
-                    req.decoding_at = self._clock() if req.decoding_at is None else req.decoding_at
-                if self._draft_metrics is not None:
-                    self._draft_metrics.step(event.output, req.n_generated)
-                req.n_generated += len(event.output.token_ids)
+                self._count(req.record, event.output)
                 req.generation.put(event.output)
             case Finished():
                 req.generation.set_route(self._local_route)
@@ -384,6 +435,24 @@ class RequestManager:
                 req.generation.fail(RequestFailed(event.failure))
             case _:
                 pass
+
+    def _count(self, record: RoomRecorder, output: TokenOutput) -> None:
+        """Counts an output. It runs for every token: plain numbers, and the reading of the clock that there is."""
+        now, n_tokens, tokens = self.queue.moved_at, len(output.token_ids), self.request_metrics.tokens
+        if record.n_steps:
+            tokens.gap(now - record.token_at)
+        else:
+            self._context.hooks.entered("decode")
+            record.first_token(now)
+            self.request_metrics.first_token(record)
+        if self._draft_metrics is not None and output.n_proposed:
+            self._draft_metrics.step(output, record.n_generated)
+            record.n_proposed += output.n_proposed
+            record.n_accepted += output.n_accepted
+        record.token_at = now
+        record.n_steps += 1
+        record.n_generated += n_tokens
+        tokens.n_generated += n_tokens
 
     def _release(self, req: DecodeRequest) -> None:
         if req.placement is not None:

@@ -18,7 +18,8 @@ class RequestQueue:
         self._reqs: deque[DecodeRequest] = deque()
         self._admission_s = admission_s
         self._clock = clock
-        self._moved = clock()
+        self.moved_at = clock()
+        """When something here or in the engine went on last."""
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -44,7 +45,7 @@ class RequestQueue:
 
     def note_progress(self) -> None:
         """Something here or in the engine went on: waiting is not silence."""
-        self._moved = self._clock()
+        self.moved_at = self._clock()
 
     def without_peer(self, peers: PeerPool) -> list[tuple[DecodeRequest, Failure]]:
         """What waits for a prefill node when there is none, and what was to be retried when there is no other."""
@@ -62,4 +63,4 @@ class RequestQueue:
         now = self._clock()
         reason = f"phase admission: no slot and pages became free for {self._admission_s:g} s (the deadline)"
         failure = Failure("overloaded", reason)
-        return [(req, failure) for req in self._reqs if now - max(self._moved, req.enqueued_at) > self._admission_s]
+        return [(req, failure) for req in self._reqs if now - max(self.moved_at, req.enqueued_at) > self._admission_s]

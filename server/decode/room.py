@@ -14,12 +14,16 @@ from dataclasses import dataclass
 
 from server.engine.request import TokenLogprob
 from server.failure import Failure
+from server.transfer.checks import Check
+from server.transfer.parts import PROMPT_LOGPROBS, BadPart, PartsReceived
 from server.transfer.protocol import (
     Abort,
     Committed,
     Done,
     Failed,
     Progress,
+    PromptLogprobsPart,
+    PromptLogprobsReceived,
     Quiesced,
     Rejected,
     RemotePhase,
@@ -78,7 +82,20 @@ class Fenced:
     """The peer's transport session is closed: nothing it ever submitted can land any more."""
 
 
-DecodeEvent = Opened | Reserved | Progress | Done | Failed | Quiesced | Verified | GivenUp | PeerLost | Fenced | Tick
+DecodeEvent = (
+    Opened
+    | Reserved
+    | Progress
+    | PromptLogprobsPart
+    | Done
+    | Failed
+    | Quiesced
+    | Verified
+    | GivenUp
+    | PeerLost
+    | Fenced
+    | Tick
+)
 
 
 # --- actions ---------------------------------------------------------------------------------------------------------
@@ -86,17 +103,23 @@ DecodeEvent = Opened | Reserved | Progress | Done | Failed | Quiesced | Verified
 
 @dataclass(frozen=True)
 class Verify:
-    """Compare what ``done`` claims, and the memory itself, with what must be there (then :class:`Verified`)."""
+    """Compare what ``done`` claims, the memory itself and the prompt's log probabilities, where they are wanted, with
+    what must be there (then :class:`Verified`).
+    """
 
     done: Done
+    scores: PartsReceived | None
 
 
 @dataclass(frozen=True)
 class Commit:
-    """The state is complete and proved: decode on, after the token ``first``."""
+    """The state is complete and proved: decode on, after the token ``first``. ``scores`` are the rows of the prompt's
+    log probabilities, None where they are not wanted.
+    """
 
     done: Done
     first: TokenLogprob
+    scores: bytearray | None = None
 
 
 @dataclass(frozen=True)
@@ -127,15 +150,16 @@ DecodeAction = Send | Verify | Commit | FailClient | Free | FencePeer | Forget
 class DecodeRoom:
     """One ``Reserve`` on the decode node, from its sending until its memory is committed or free.
 
+    ``scores`` is where the log probabilities of the prompt's tokens come together, None if they are not wanted.
     ``handle`` is the interface.
     """
 
-    def __init__(self, reserve: Reserve, deadlines: Deadlines, now: float) -> None:
+    def __init__(self, reserve: Reserve, deadlines: Deadlines, now: float, scores: PartsReceived | None = None) -> None:
         self.key = RoomKey.of(reserve)
         self.phase = DecodePhase.RESERVE
         self.failure: Failure | None = None
         self.phase_s: dict[str, float] = {}
-        self._reserve, self._ids = reserve, ids_of(reserve)
+        self._reserve, self._ids, self._scores = reserve, ids_of(reserve), scores
         self._deadlines = deadlines
         self._entered, self._alive = now, now
         self._resend = Resend(deadlines.resend_s, deadlines.resend_cap_s, now)
@@ -163,6 +187,8 @@ class DecodeRoom:
                 return self._on_sign_of_life(DecodePhase.QUEUED, now)
             case Progress():
                 return self._on_sign_of_life(_PHASE_OF[event.phase], now)
+            case PromptLogprobsPart():
+                return self._on_part(event, now)
             case Done():
                 return self._on_done(event, now)
             case Failed():
@@ -189,11 +215,24 @@ class DecodeRoom:
                 self._enter(phase, now)
         return []
 
+    def _on_part(self, part: PromptLogprobsPart, now: float) -> list[DecodeAction]:
+        if self.phase not in _REMOTE:
+            return []
+        self._on_sign_of_life(DecodePhase.PREFILL, now)
+        try:
+            if self._scores is None:
+                raise BadPart("they were not asked for")
+            self._scores.take(part.start, part.rows)
+        except BadPart as error:
+            reason = f"{PROMPT_LOGPROBS}: {error}"
+            return self._end(Failure("component_mismatch", reason, PROMPT_LOGPROBS, Check.COVERAGE), now)
+        return [Send(PromptLogprobsReceived(**self._ids, stop=self._scores.next))]
+
     def _on_done(self, done: Done, now: float) -> list[DecodeAction]:
         if self.phase in _REMOTE:
             self._done, self._verifying = done, True
             self._enter(DecodePhase.VERIFY, now)
-            return [Verify(done)]
+            return [Verify(done, self._scores)]
         return [self._abort()] if self.phase is DecodePhase.ENDING and not self._peer_gone else []
 
     def _on_verified(self, proof: Proof, now: float) -> list[DecodeAction]:
@@ -204,7 +243,8 @@ class DecodeRoom:
             rejected = Rejected(**self._ids, component=proof.component, reason=clip(proof.reason))
             return [Send(rejected), *self._end(proof, now)]
         self._enter(DecodePhase.COMMITTED, now)
-        return [Commit(self._done, proof), Send(Committed(**self._ids)), Forget("committed", "")]
+        scores = self._scores.rows if self._scores is not None else None
+        return [Commit(self._done, proof, scores), Send(Committed(**self._ids)), Forget("committed", "")]
 
     def _on_failed(self, failed: Failed, now: float) -> list[DecodeAction]:
         actions: list[DecodeAction] = []

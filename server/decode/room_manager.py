@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
+from server.cache.specs import HANDOFF
 from server.decode.admission import wire_request
 from server.decode.dialer import MakeDialer
 from server.decode.peer_pool import PeerPool
@@ -38,16 +39,20 @@ from server.decode.room import (
 )
 from server.decode.settings import DecodeSettings
 from server.decode.verify import Evidence, Expected, verify
+from server.engine.prompt_logprobs import row_nbytes
 from server.failure import Failure, FailureKind, internal_error
 from server.node.context import NodeContext
+from server.telemetry.record import PhaseName
 from server.threads import Threads
 from server.transfer.checks import Check
+from server.transfer.parts import PartsReceived
 from server.transfer.protocol import (
     Abort,
     Committed,
     Done,
     Failed,
     Progress,
+    PromptLogprobsPart,
     Quiesced,
     RequestArrived,
     Reserve,
@@ -61,6 +66,13 @@ log = logging.getLogger(__name__)
 
 _REMEMBERED_COMMITS = 4096
 _UNKNOWN = "this decode node does not know the room"
+_RECORDED_PHASES = {
+    DecodePhase.QUEUED: PhaseName.PREFILL_QUEUE,
+    DecodePhase.PREFILL: PhaseName.PREFILL,
+    DecodePhase.TRANSFER: PhaseName.TRANSFER,
+    DecodePhase.VERIFY: PhaseName.VERIFY,
+    DecodePhase.COMMITTED: PhaseName.FIRST_TOKEN,
+}
 CHECKED_AT_ONCE_NBYTES = 1 << 20
 """A state of up to this size is checked in the event loop, which takes less time than the way to a thread and back."""
 _VERIFIERS = 4
@@ -139,7 +151,7 @@ class DecodeRoomManager:
                     self.step(req, event)
             case RequestArrived():
                 self._on_request_arrived(link, event)
-            case Reserved() | Progress() | Done() | Failed() | Quiesced():
+            case Reserved() | Progress() | PromptLogprobsPart() | Done() | Failed() | Quiesced():
                 self._on_room_message(link, event)
             case _:
                 pass
@@ -151,19 +163,25 @@ class DecodeRoomManager:
             self._metrics.dropped("stale")
             link.send(Abort(**ids_of(message), reason=_UNKNOWN))
 
-    def _on_room_message(self, link: PrefillLink, message: Reserved | Progress | Done | Failed | Quiesced) -> None:
+    def _on_room_message(
+        self, link: PrefillLink, message: Reserved | Progress | PromptLogprobsPart | Done | Failed | Quiesced
+    ) -> None:
         key = RoomKey.of(message)
         req = self._reqs.get(key)
         if isinstance(message, Failed) and message.kind is FailureKind.UNAVAILABLE:
             self.peers.refused_room(link)
         if req is not None and req.link is link:
+            room = req.room
+            is_checked = isinstance(message, PromptLogprobsPart) and room is not None and room.active
             self.step(req, message)
+            if is_checked and room is not None and room.failure is not None:
+                self._metrics.check_failed(room.failure)
         elif key in self._committed:
             if isinstance(message, Done):
                 link.send(Committed(**ids_of(message)))
         elif not isinstance(message, Failed) or not self._on_waiting(key, message.failure):
             self._metrics.dropped("stale")
-            if isinstance(message, Progress | Done | Failed):
+            if isinstance(message, Progress | PromptLogprobsPart | Done | Failed):
                 link.send(Abort(**ids_of(message), reason=_UNKNOWN))
 
     # --- rooms --------------------------------------------------------------------------------------------------------
@@ -176,6 +194,8 @@ class DecodeRoomManager:
             raise RuntimeError(f"{req.key} has no memory, or no prefill node that is registered")
         n_prompt_pages = -(-len(req.request.prompt_ids) // self._arena.layout.page_size)
         deadlines, components = self._deadlines, self.peers.components
+        if not req.request.sampling.max_tokens:
+            components = (HANDOFF,)  # nothing is decoded from the rest
         asked = wire_request(req.request, req.sampling)
         req.expected = Expected.of(self._arena, placement, components, req.key, asked)
         reserve = Reserve(
@@ -185,8 +205,12 @@ class DecodeRoomManager:
             components=components,
             request=asked,
             silence_s=min(deadlines.queued_s, deadlines.prefill_s, deadlines.transfer_s),
+            traceparent=req.record.traceparent,
         )
-        req.room = DecodeRoom(reserve, deadlines, self._clock())
+        n_top = req.sampling.prompt_logprobs
+        n = len(req.request.prompt_ids)
+        scores = None if n_top is None else PartsReceived(row_nbytes(n_top), first=1, stop=n)
+        req.room = DecodeRoom(reserve, deadlines, self._clock(), scores)
         self._reqs[req.key] = req
         self._hooks.entered(req.room.phase)
         self.step(req, Opened())
@@ -196,11 +220,12 @@ class DecodeRoomManager:
         room = req.room
         if room is None:
             return
-        phase = room.phase
+        phase, now = room.phase, self._clock()
         try:
-            actions = room.handle(event, self._clock())
+            actions = room.handle(event, now)
             if room.phase is not phase:
                 self._hooks.entered(room.phase)
+                _note_phase(req, room, event, now)
         except Exception as error:
             log.exception("%s failed on %s", req.key, type(event).__name__)
             self._fail(req, room, event, error)
@@ -213,7 +238,9 @@ class DecodeRoomManager:
                 self._fail(req, room, action, error)
 
     def _fail(self, req: DecodeRequest, room: DecodeRoom, at: DecodeEvent | DecodeAction, error: Exception) -> None:
-        if room.active and not isinstance(at, GivenUp):
+        if isinstance(at, Verify):  # the room waits for a proof before it frees anything
+            self._checked(req, _unchecked(error))
+        elif room.active and not isinstance(at, GivenUp):
             self.step(req, GivenUp(internal_error("decode", error)))
         else:
             self._on_broken(req, error)
@@ -224,12 +251,12 @@ class DecodeRoomManager:
                 if req.link is not None:
                     req.link.send(action.message)
             case Verify() if req.expected is not None:
-                evidence, expected = Evidence(req.expected, action.done), req.expected
+                evidence, expected = Evidence(req.expected, action.done, action.scores), req.expected
                 self._hooks.received(req.key, expected.n, expected.placement, partial(self._check, req, evidence))
             case Commit():
                 self._on_action(req, action)  # first of all: the engine can begin
-                done = action.done
-                self._metrics.transferred({sent.component: sent.nbytes for sent in done.sent}, done.pieces)
+                if req.link is not None:
+                    self._metrics.transferred(req.link.address, action.done)
             case FailClient() | Free():
                 self._on_action(req, action)
             case FencePeer():
@@ -271,6 +298,15 @@ class DecodeRoomManager:
             self._committed[key] = None
             while len(self._committed) > _REMEMBERED_COMMITS:
                 self._committed.popitem(last=False)
+
+
+def _note_phase(req: DecodeRequest, room: DecodeRoom, event: DecodeEvent, now: float) -> None:
+    """A room has entered another phase: so does its record."""
+    if isinstance(event, Done):
+        req.record.join(event.timings, now)
+    name = _RECORDED_PHASES.get(room.phase)
+    if name is not None:
+        req.record.enter(name, now)
 
 
 def _proof(req: DecodeRequest, evidence: Evidence) -> Proof:

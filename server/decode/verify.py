@@ -10,14 +10,15 @@ from server.cache.digest import StateDigests
 from server.cache.handoff import HandoffHead, packed_prompt_hash, read_head
 from server.cache.layout import Placement
 from server.cache.live import live_positions
-from server.cache.owners import LiveItem, WrongOwner
+from server.cache.owners import LiveItems, WrongOwner
 from server.cache.specs import HANDOFF, LayoutError
 from server.decode.room import Proof
 from server.engine.request import TokenLogprob
 from server.failure import Failure
 from server.transfer.checks import Check
+from server.transfer.parts import PROMPT_LOGPROBS, PartsReceived
 from server.transfer.plan import check_coverage, check_nbytes
-from server.transfer.protocol import Done, RoomRequest, RoutedRequest
+from server.transfer.protocol import Done, RoomRequest, RoutedRequest, SentPromptLogprobs
 from server.transfer.rooms import RoomKey
 
 
@@ -36,7 +37,7 @@ class Expected:
     prompt_hash: bytes
     live: dict[str, range]
     nbytes: dict[str, int]
-    items: list[LiveItem]
+    items: list[LiveItems]
     digests: StateDigests
 
     @property
@@ -77,6 +78,8 @@ class Evidence:
 
     expected: Expected
     done: Done
+    scores: PartsReceived | None = None
+    """The prompt's log probabilities, if they are wanted."""
 
 
 def check_stamp(found: Evidence) -> Failure | None:
@@ -90,12 +93,31 @@ def check_stamp(found: Evidence) -> Failure | None:
 
 
 def check_claims(found: Evidence) -> Failure | None:
-    """``Done`` is for this many tokens, and claims exactly the live rows of every component."""
+    """``Done`` is for this many tokens, and claims exactly the live rows of every component. All log probabilities of
+    the prompt have come, if they are wanted.
+    """
     done, expected = found.done, found.expected
     if done.n != expected.n:
         return _mismatch(Check.COVERAGE, "", f"Done is for {done.n} tokens, the prompt has {expected.n}")
     gap = check_coverage(done.sent, expected.live)
-    return _mismatch(Check.COVERAGE, gap.component, gap.reason) if gap is not None else None
+    if gap is not None:
+        return _mismatch(Check.COVERAGE, gap.component, gap.reason)
+    return _scores_mismatch(done.prompt_logprobs, found.scores)
+
+
+def _scores_mismatch(claimed: SentPromptLogprobs | None, scores: PartsReceived | None) -> Failure | None:
+    """What is wrong with the number of the prompt's log probabilities."""
+    if scores is None:
+        reason = None if claimed is None else "Done claims some, and none were asked for"
+    elif claimed is None:
+        reason = "they were asked for, and Done claims none"
+    elif not scores.is_complete:
+        reason = f"they have come up to position {scores.next - 1} of {scores.stop - 1}"
+    elif claimed.n_rows != (n_rows := scores.stop - scores.first):
+        reason = f"Done claims {claimed.n_rows} of them, {n_rows} have come"
+    else:
+        reason = None
+    return _mismatch(Check.COVERAGE, PROMPT_LOGPROBS, reason) if reason is not None else None
 
 
 def check_bytes(found: Evidence) -> Failure | None:
@@ -105,7 +127,9 @@ def check_bytes(found: Evidence) -> Failure | None:
 
 
 def check_digests(found: Evidence) -> Failure | None:
-    """The live bytes of every component in this memory have the digests that the prefill node took of its own."""
+    """The live bytes of every component in this memory have the digests that the prefill node took of its own, and so
+    have the prompt's log probabilities.
+    """
     theirs = {sent.component: sent.digest for sent in found.done.sent}
     for name, ours in found.expected.digests.finish().items():
         if name not in theirs:
@@ -113,6 +137,10 @@ def check_digests(found: Evidence) -> Failure | None:
         if theirs[name] != ours:
             values = f"the prefill node has {theirs[name]:016x}, this memory has {ours:016x}"
             return _mismatch(Check.DIGEST, name, f"its digest differs: {values}")
+    claimed, scores = found.done.prompt_logprobs, found.scores
+    if claimed is not None and scores is not None and claimed.digest != scores.digest:
+        values = f"the prefill node has {claimed.digest:016x}, what came has {scores.digest:016x}"
+        return _mismatch(Check.DIGEST, PROMPT_LOGPROBS, f"their digest differs: {values}")
     return None
 
 

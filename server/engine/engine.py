@@ -7,8 +7,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
-from itertools import accumulate, islice
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import TypeVar
 
 import msgspec
@@ -26,22 +26,26 @@ from server.engine.events import (
     Event,
     Finished,
     Generate,
+    GrammarReady,
     Output,
     Prefill,
     PrefillFinished,
     Prepare,
+    PromptScored,
     Resume,
     Scrub,
     Scrubbed,
     Stop,
 )
-from server.engine.request import FinishReason, GenerationRequest, TokenizerLike, TokenLogprob
+from server.engine.guide import GrammarFailed
+from server.engine.preparation import Preparation, Prepared
+from server.engine.request import FinishReason, TokenizerLike, TokenLogprob, TokenOutput
 from server.engine.runner import ModelRunner
 from server.engine.sampler import NonFiniteLogits, RowSampling, sample
 from server.engine.scheduler import Chunk, Scheduler, Sequence
+from server.engine.scoring import score_rows
 from server.engine.speculation import ChainStart, DraftState, accepted, propose
-from server.engine.stopping import OutputProcessor
-from server.failure import Failure
+from server.failure import Failure, RequestFailed
 from server.kernels.sampling import SampleKernel
 from server.model.batch import Segment
 from server.model.interface import BadStep, ForwardOutput
@@ -52,6 +56,13 @@ T = TypeVar("T")
 Item = TypeVar("Item", Sequence, Chunk)
 
 _NON_FINITE = Failure("non_finite_logits", "the model's output is not a number: it read state that was never written")
+_NOTHING_ALLOWED = Failure(
+    "no_token_allowed", "the request's own grammar, bans and allowed tokens leave no token for the next place"
+)
+
+
+class NothingAllowed(Exception):
+    """A request forbids every token for the next place of its answer."""
 
 
 class Engine(threading.Thread):
@@ -80,8 +91,7 @@ class Engine(threading.Thread):
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue() if commands is None else commands
         self._scheduler = Scheduler(chunk_tokens)
         self._spec_tokens, self._cold_draft, self._sample_kernel = spec_tokens, cold_draft, sample_kernel
-        self._prepared: dict[Hashable, OutputProcessor] = {}
-        """Of requests that are to be resumed here."""
+        self._preparation = Preparation(tokenizer, self._commands.put)
         self._stopping = False
         if spec_tokens:
             self._check_drafting(spec_tokens)
@@ -132,31 +142,37 @@ class Engine(threading.Thread):
             case Prefill() | Generate() | Resume():
                 with self._failing(command):
                     self._begin(command)
+            case GrammarReady(waiting):
+                with self._failing(waiting):
+                    if (prepared := self._preparation.grammar_ready(command)) is not None:
+                        self._start(waiting, prepared)
             case Cancel(key):
                 if (sequence := self._scheduler.remove(key)) is not None:
                     self._finish(sequence, FinishReason.ABORT)
+                elif (begin := self._preparation.forget(key)) is not None:
+                    self._finish(begin, FinishReason.ABORT)
             case Prepare(key, request):
                 with contextlib.suppress(Exception):  # what is wrong with it shows when it begins
-                    self._prepared[key] = self._processor(request)
+                    self._preparation.prepare(key, request)
             case Scrub(key, placement):
-                self._prepared.pop(key, None)
+                self._preparation.forget(key)
                 self._runner.scrub(placement)
                 self._on_event(Scrubbed(key))
             case Stop():
                 self._stopping = True
 
     def _begin(self, command: Begin) -> None:
-        prepared = self._prepared.pop(command.key, None)
-        sequence = Sequence(command, prepared or self._processor(command.request))
+        if (prepared := self._preparation.begin(command)) is not None:
+            self._start(command, prepared)
+
+    def _start(self, command: Begin, prepared: Prepared) -> None:
+        sequence = Sequence(command, *prepared)
         if isinstance(command, Resume):
             self._resume(sequence, command)
             return
         if isinstance(command, Prefill):
             sequence.digests = self._runner.state_digests(sequence.n_prompt, sequence.placement)
         self._scheduler.add(sequence)
-
-    def _processor(self, request: GenerationRequest) -> OutputProcessor:
-        return OutputProcessor(self._tokenizer, request.sampling, request.prompt_ids)
 
     def _resume(self, sequence: Sequence, command: Resume) -> None:
         """Decodes on from a prompt that another node computed; its first token may already be the last."""
@@ -179,11 +195,11 @@ class Engine(threading.Thread):
 
     def _decode(self, running: list[Sequence]) -> None:
         for batch, (drafts, output) in self._batches(running, self._draft_and_verify):
-            chosen = self._choose(batch, [1 + len(draft) for draft in drafts], output.logits)
+            chosen = self._choose(batch, drafts, output.logits)
             row = 0
             for sequence, draft, choices in zip(batch, drafts, chosen, strict=True):
                 if choices is not None:
-                    n = 1 + accepted(choices, draft)
+                    n = 1 + accepted(choices, draft[: len(choices) - 1])
                     sequence.n_computed += n
                     if sequence.draft is not None:
                         sequence.draft = DraftState(output.streams[row : row + n], sequence.draft.valid_from)
@@ -200,7 +216,7 @@ class Engine(threading.Thread):
         if k := self._spec_tokens:
             chains = {i: start for i, s in enumerate(running) if (start := s.chain_start(k)) is not None}
         if chains:
-            for i, draft in zip(chains, propose(self._runner, list(chains.values())), strict=True):
+            for i, draft in zip(chains, propose(self._runner, list(chains.values()), self._sample_kernel), strict=True):
                 drafts[i] = draft
         segments = [sequence.verify_segment(draft) for sequence, draft in zip(running, drafts, strict=True)]
         return drafts, self._runner.forward(segments, every_row=True)
@@ -211,9 +227,12 @@ class Engine(threading.Thread):
         for batch, (started, output) in self._batches(chunks, self._prompt_forward):
             self._runner.synchronize()
             elapsed = time.perf_counter() - started
+            ends = list(accumulate(chunk.n_tokens for chunk in batch))
             done = []
             for i, chunk in enumerate(batch):
                 sequence = chunk.sequence
+                if not self._score(chunk, output, ends[i]):
+                    continue
                 self._scheduler.advance(chunk)
                 sequence.prefill_s += elapsed
                 if sequence.is_computed:
@@ -222,9 +241,8 @@ class Engine(threading.Thread):
                     self._on_event(ChunkComputed(sequence.key, sequence.n_computed))
                     with self._failing(sequence):
                         sequence.digests.take_pages(sequence.n_computed)
-            ends = list(accumulate(chunk.n_tokens for chunk in batch))
             complete = [batch[i].sequence for i in done]
-            chosen = self._choose(complete, [1] * len(done), output.logits[done])
+            chosen = self._choose(complete, [[]] * len(done), output.logits[done])
             for i, sequence, choices in zip(done, complete, chosen, strict=True):
                 if choices is not None:
                     with self._failing(sequence):
@@ -235,7 +253,10 @@ class Engine(threading.Thread):
         with the prompt's token t + 1.
         """
         started = time.perf_counter()
-        output = self._runner.forward([chunk.sequence.segment(chunk.n_tokens) for chunk in chunks])
+        output = self._runner.forward(
+            [chunk.sequence.segment(chunk.n_tokens) for chunk in chunks],
+            with_hidden=any(chunk.sequence.n_top is not None for chunk in chunks),
+        )
         if not self._runner.drafts:
             return started, output
         segments, streams, row = [], [], 0
@@ -257,13 +278,44 @@ class Engine(threading.Thread):
                 raise RuntimeError(f"the draft's rows: {error}") from error
         return started, output
 
+    def _score(self, chunk: Chunk, output: ForwardOutput, end: int) -> bool:
+        """Reports what the rows of a chunk, which end at row ``end`` of the step, think of the prompt's tokens behind
+        them, if that was asked for. False: the request has failed.
+        """
+        sequence = chunk.sequence
+        if sequence.n_top is None or output.hidden is None:
+            return True
+        first = sequence.n_computed + 1  # the first row is about the token behind it
+        targets = sequence.tokens[first : first + chunk.n_tokens]
+        start, began = end - chunk.n_tokens, time.perf_counter()
+        try:
+            rows = score_rows(
+                self._runner.logits,
+                output.hidden[start : start + len(targets)],
+                targets,
+                n_top=sequence.n_top,
+                vocab_size=self._runner.model.config.vocab_size,
+                kernel=self._sample_kernel,
+            )
+        except Exception as error:  # noqa: BLE001  (logged with the failure)
+            self._fail(sequence, error)
+            return False
+        sequence.prefill_s += time.perf_counter() - began
+        if rows:
+            self._on_event(PromptScored(sequence.key, rows))
+        return True
+
     def _end_prompt(self, sequence: Sequence, choices: list[TokenLogprob], streams: torch.Tensor) -> None:
         """A prompt is computed, up to ``streams`` ``[N, D]`` of its last position, and its next token is chosen."""
         if isinstance(sequence.command, Prefill):
             self._hand_over(sequence, sequence.command, choices[0], streams)
             return
+        if not sequence.request.sampling.max_tokens:
+            self._on_event(Output(sequence.key, TokenOutput((), "", finish_reason=FinishReason.LENGTH)))
+            self._finish(sequence, FinishReason.LENGTH)
+            return
         if self._spec_tokens:
-            sequence.draft = DraftState(streams[None])
+            sequence.draft = DraftState.after_prompt(streams)
         self._append(sequence, choices)
 
     def _hand_over(self, sequence: Sequence, command: Prefill, first: TokenLogprob, streams: torch.Tensor) -> None:
@@ -288,34 +340,66 @@ class Engine(threading.Thread):
     # --- tokens -------------------------------------------------------------------------------------------------------
 
     def _choose(
-        self, sequences: list[Sequence], widths: list[int], logits: torch.Tensor
+        self, sequences: list[Sequence], drafts: list[list[int]], logits: torch.Tensor
     ) -> list[list[TokenLogprob] | None]:
-        """Tokens for ``widths[i]`` consecutive rows of each sequence. One whose logits are not finite is failed and
-        gets None; if the sampler itself fails, all are and do.
+        """Tokens for the rows of each sequence: the next one, and the one after each of its drafted tokens, up to the
+        first row at which the request itself forbids every token.
+
+        A sequence that can have no next token is failed and gets None; if the sampler itself fails, all are and do.
         """
-        rows, owner = [], []
-        for i, (s, width) in enumerate(zip(sequences, widths, strict=True)):
-            params = s.request.sampling
-            for j in range(width):
-                banned = s.processor.banned_ids(j)
-                rows.append(RowSampling(params, params.seed or 0, len(s.tokens) + j, banned))
-                owner.append(i)
-        bad: set[int] = set()
+        chosen: dict[int, list[TokenLogprob]] = {i: [] for i in range(len(sequences))}
+        rows: list[RowSampling] = []
+        owners: list[int] = []
+        kept: list[int] = []
+        first = 0
+        for i, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
+            try:
+                rows += sequence.rules.rows(draft, len(sequence.tokens))
+            except Exception as error:  # noqa: BLE001  (logged with the failure)
+                self._fail(sequence, error)
+                del chosen[i]
+            else:
+                owners += [i] * (1 + len(draft))
+                kept += range(first, first + 1 + len(draft))
+            first += 1 + len(draft)
         try:
             try:
-                choices = iter(sample(logits, rows, self._sample_kernel))
+                choices = sample(logits if len(kept) == first else logits[kept], rows, self._sample_kernel)
             except NonFiniteLogits as error:
-                bad = {owner[r] for r in error.rows}
-                for i in bad:
-                    self._fail(sequences[i], error)
-                kept = [r for r, i in enumerate(owner) if i not in bad]
-                choices = iter(sample(logits[kept], [rows[r] for r in kept], self._sample_kernel))
+                usable = self._without_bad_rows(sequences, owners, chosen, error)
+                owners = [owners[r] for r in usable]
+                choices = sample(logits[[kept[r] for r in usable]], [rows[r] for r in usable], self._sample_kernel)
+            for i, choice in zip(owners, choices, strict=True):
+                chosen[i].append(choice)
         except Exception as error:  # noqa: BLE001  (logged with the failures)
-            for i, sequence in enumerate(sequences):
-                if i not in bad:
-                    self._fail(sequence, error)
-            return [None] * len(sequences)
-        return [None if i in bad else list(islice(choices, width)) for i, width in enumerate(widths)]
+            for i in chosen:
+                self._fail(sequences[i], error)
+            chosen.clear()
+        return [chosen.get(i) for i in range(len(sequences))]
+
+    def _without_bad_rows(
+        self,
+        sequences: list[Sequence],
+        owners: list[int],
+        chosen: dict[int, list[TokenLogprob]],
+        error: NonFiniteLogits,
+    ) -> list[int]:
+        """The rows that can be sampled. Fails the sequences that have a broken row, or nothing to choose at the first,
+        and takes them out of ``chosen``.
+        """
+        broken = {owners[r] for r in error.rows if r not in error.emptied}
+        last: dict[int, int] = {}  # of each sequence that runs out: the first row without a token
+        for r in sorted(error.emptied, reverse=True):
+            last[owners[r]] = r
+        for i in list(chosen):
+            first = owners.index(i)
+            if i in broken:
+                self._fail(sequences[i], error)
+                del chosen[i]
+            elif last.get(i) == first:
+                self._fail(sequences[i], NothingAllowed())
+                del chosen[i]
+        return [r for r, i in enumerate(owners) if i in chosen and r < last.get(i, len(owners))]
 
     def _append(self, sequence: Sequence, choices: list[TokenLogprob], *, n_proposed: int = 0) -> None:
         """Adds chosen tokens to a running sequence and reports them; ends the sequence if one of them does.
@@ -325,6 +409,7 @@ class Engine(threading.Thread):
         """
         ids = [choice.token_id for choice in choices]
         sequence.tokens.extend(ids)
+        sequence.rules.take(ids)
         output = sequence.processor.feed(ids, choices)
         if output is not None:
             if n_proposed:
@@ -336,10 +421,10 @@ class Engine(threading.Thread):
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        self._scheduler.remove(sequence.key)
-        self._runner.scrub(sequence.placement)
-        self._on_event(Finished(sequence.key, reason))
+    def _finish(self, request: Sequence | Begin, reason: FinishReason) -> None:
+        self._scheduler.remove(request.key)
+        self._runner.scrub(request.placement)
+        self._on_event(Finished(request.key, reason))
 
     def _fail(self, request: Sequence | Begin, error: Exception) -> None:
         """Ends a request with an error. Memory that may be another's is left as it is."""
@@ -349,6 +434,12 @@ class Engine(threading.Thread):
                 failure = error.failure
             case NonFiniteLogits():
                 failure = _NON_FINITE
+            case NothingAllowed():
+                failure = _NOTHING_ALLOWED
+            case GrammarFailed():
+                failure = Failure("grammar_failed", f"the answer cannot follow its grammar any further: {error}")
+            case RequestFailed():
+                failure = error.failure
             case _:
                 failure, trace = Failure("engine_error", f"{type(error).__name__}: {error}"), error
         log.error("request %s failed: %s: %s", request.key, failure.code, failure.reason, exc_info=trace)

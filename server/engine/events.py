@@ -9,6 +9,7 @@ import msgspec
 
 from server.cache.layout import Placement
 from server.cache.owners import Owner
+from server.engine.guide import Guide
 from server.engine.request import FinishReason, GenerationRequest, TokenLogprob, TokenOutput
 from server.failure import Failure
 
@@ -81,7 +82,17 @@ class Stop:
 
 
 Begin = Prefill | Generate | Resume
-Command = Begin | Prepare | Cancel | Scrub | Stop
+
+
+@dataclass(frozen=True)
+class GrammarReady:
+    """The engine's own command: the grammar of ``command`` is compiled, or cannot be."""
+
+    command: Begin
+    guide: Guide | Exception
+
+
+Command = Begin | Prepare | Cancel | Scrub | Stop | GrammarReady
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,16 @@ class ChunkComputed:
 
     key: Hashable
     n_computed: int
+
+
+@dataclass(frozen=True)
+class PromptScored:
+    """The next rows of the prompt's :class:`.PromptLogprobs`, in their order: of every token that has one, before the
+    prompt is reported as computed.
+    """
+
+    key: Hashable
+    rows: bytes
 
 
 @dataclass(frozen=True)
@@ -138,4 +159,4 @@ class Died:
     message: str
 
 
-Event = ChunkComputed | PrefillFinished | Output | Finished | ComputeFailed | Scrubbed | Died
+Event = ChunkComputed | PromptScored | PrefillFinished | Output | Finished | ComputeFailed | Scrubbed | Died

@@ -6,6 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
+
+from server.engine.prompt_logprobs import PromptLogprobs
 from server.engine.request import FinishReason, RouteInfo, TokenOutput
 from server.failure import Failure, RequestFailed
 
@@ -14,8 +17,8 @@ class NodeGeneration:
     """One request's answer. All methods run in the event loop; ``on_abort`` is called once, on the first ``abort``.
 
     What comes goes straight to the listener (:meth:`listen`), in the call that brings it; until there is one it is kept
-    here. ``on_end`` is called once, at the end, with the finish reason or the code of the failure. Failures get
-    ``room``.
+    here. ``on_end`` is called once, at the end, with the finish reason, or with the code of a failure and the failure.
+    Failures get ``room``.
     """
 
     def __init__(
@@ -23,7 +26,7 @@ class NodeGeneration:
         on_abort: Callable[[], None],
         *,
         room: int | None = None,
-        on_end: Callable[[str], None] | None = None,
+        on_end: Callable[[str, Failure | None], None] | None = None,
     ) -> None:
         self._on_abort = on_abort
         self._on_end = on_end
@@ -34,6 +37,8 @@ class NodeGeneration:
         self._failure: RequestFailed | None = None
         self._abort_asked = False
         self.known_route: RouteInfo | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """For the next output."""
         self.ended = False
 
     def listen(self, on_item: Callable[[TokenOutput | RequestFailed], object]) -> None:
@@ -78,6 +83,9 @@ class NodeGeneration:
     def put(self, output: TokenOutput) -> None:
         """Gives an output out; one with a finish reason is the last."""
         if not self.ended:
+            if self.prompt_logprobs is not None:
+                output = msgspec.structs.replace(output, prompt_logprobs=self.prompt_logprobs)
+                self.prompt_logprobs = None
             self._on_item(output)
             if output.finish_reason is not None:
                 self._end(output.finish_reason.value)
@@ -92,11 +100,11 @@ class NodeGeneration:
             if failure.room is None:
                 failure.room = self._room
             self._failure = failure
-            self._end(failure.code)
+            self._end(failure.code, failure.failure)
             self._on_item(failure)
 
-    def _end(self, outcome: str) -> None:
+    def _end(self, outcome: str, failure: Failure | None = None) -> None:
         self.ended = True
         self._routed.set()
         if self._on_end is not None:
-            self._on_end(outcome)
+            self._on_end(outcome, failure)

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from server.engine.grammar import Grammar
+from server.engine.prompt_logprobs import PromptLogprobs
+
 if TYPE_CHECKING:
+    from server.engine.grammar_compiler import GrammarCompiler
     from server.engine.tokenizer_process import TokenizerProcess
     from server.failure import RequestFailed
 
@@ -34,6 +38,13 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy. ``top_k`` 0 means no limit. ``logprobs`` is the number of alternatives reported beside
     the chosen token (0..20), or None for none at all. ``seed`` None lets the decode node draw one.
+
+    The presence and the frequency penalty count tokens of the answer, the repetition penalty (1: none) those of the
+    prompt too. ``min_p`` cuts off tokens with less than this part of the largest probability. ``logit_bias`` are token
+    ids with what is added to their logits. None of ``bad_words`` (token ids) is ever completed by the answer.
+    ``allowed_token_ids`` None means all. The whole answer matches ``grammar``. See ``docs/sampling.md``.
+
+    ``prompt_logprobs`` is as ``logprobs``, of the prompt's own tokens. ``max_tokens`` 0: nothing but those is wanted.
     """
 
     max_tokens: int = DEFAULT_MAX_TOKENS
@@ -46,6 +57,15 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,12 +88,17 @@ class RoutedRoom:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to continue. ``request_id`` names it in logs; ``routed`` is the room that a router chose."""
+    """One prompt to continue. ``request_id`` names it in logs; ``routed`` is the room that a router chose.
+
+    It came over HTTP at ``arrived_at`` (by ``time.monotonic``), for the span that its header ``traceparent`` named.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     routed: RoutedRoom | None = None
+    arrived_at: float | None = None
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +123,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     for each of ``token_ids``, and with the last output all that are left. ``completes_prompt``: the text begins with a
     character that the prompt had left unfinished, and takes the place of the U+FFFD that the prompt's text ends with.
     Of ``n_proposed`` drafted tokens of the step ``n_accepted`` stood and were given out beside the step's own one (both
-    0 without speculation).
+    0 without speculation). ``prompt_logprobs``, if they were asked for, come with the first output.
     """
 
     token_ids: tuple[int, ...]
@@ -109,6 +134,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     n_proposed: int = 0
     n_accepted: int = 0
     completes_prompt: bool = False
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -150,6 +176,7 @@ class TokenizerLike(Protocol):
     eos_token_ids: frozenset[int]
     chars_per_token: int | None
     """The most characters that one token stands for; None if there is no such number."""
+    grammars: GrammarCompiler
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -197,6 +224,18 @@ class Backend(Protocol):
     async def ready(self) -> tuple[bool, str]: ...
 
     def server_info(self) -> dict[str, Any]: ...
+
+    def rooms(self, limit: int) -> Any:
+        """The records of requests, as ``GET /rooms`` answers them; at most ``limit`` of each kind."""
+        ...
+
+    def room(self, room: int) -> Any:
+        """The newest record of ``room``, as ``GET /rooms/{room}`` answers it, or None."""
+        ...
+
+    def state(self) -> Any:
+        """What ``GET /state`` answers."""
+        ...
 
     def load(self) -> dict[str, int]:
         """What routers ask for: ``num_reqs`` under way, ``num_waiting_reqs`` of them waiting, ``num_tokens`` held of

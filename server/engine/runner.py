@@ -32,9 +32,17 @@ class ModelRunner:
         """How many CPU threads one operation may use."""
         self._bound.set_threads(n)
 
-    def forward(self, segments: Sequence[Segment], *, every_row: bool = False) -> ForwardOutput:
-        """One forward over runs of several requests. Logits of each segment's last row, or of every row."""
-        return self._bound.forward(segments, every_row=every_row)
+    def forward(
+        self, segments: Sequence[Segment], *, every_row: bool = False, with_hidden: bool = False
+    ) -> ForwardOutput:
+        """One forward over runs of several requests. Logits of each segment's last row, or of every row. With
+        ``with_hidden`` there is what :meth:`logits` needs of every row.
+        """
+        return self._bound.forward(segments, every_row=every_row, with_hidden=with_hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits ``[rows, vocab]`` of rows of a forward's ``hidden``."""
+        return self._bound.logits(hidden)
 
     def draft(self, segments: Sequence[Segment], streams: torch.Tensor) -> ForwardOutput:
         """One draft step. ``token_ids`` of a segment are those *after* its positions; ``streams`` ``[rows, N, D]`` of

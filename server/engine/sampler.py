@@ -6,7 +6,6 @@ The rule is in ``docs/sampling.md``. It has two forms, which choose the same tok
 
 from __future__ import annotations
 
-import functools
 import math
 import struct
 from collections.abc import Iterator, Sequence
@@ -17,8 +16,9 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from server.engine.edits import Reals, Table, apply, bans
 from server.engine.request import SamplingParams, TokenLogprob
-from server.kernels.sampling import EDIT, ROW, SampleKernel
+from server.kernels.sampling import ROW, SampleKernel, Words
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would leave nothing but ties."""
@@ -29,7 +29,6 @@ BEST_WEIGHT = 1 << 30
 DRAW_BITS = 53
 _MASK64 = (1 << 64) - 1
 _LOG2_E = 1.4426950408889634
-_NO_PENALTIES = (1.0, 0.0, 0.0)
 _POWER_OF_TWO = tuple(
     np.float32(c)
     for c in (
@@ -43,63 +42,55 @@ _POWER_OF_TWO = tuple(
 )
 """2**f for -0.5 <= f <= 0.5 within 1.6e-7, highest power first: the best polynomial of degree 5 that is 1 at 0."""
 
-Reals = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 
 
 class NonFiniteLogits(Exception):
-    """Rows whose best logit is NaN or infinite: the model's state is broken there. ``rows`` are their indices."""
-
-    def __init__(self, rows: tuple[int, ...]) -> None:
-        super().__init__(
-            f"Logits of rows {list(rows)} have no finite maximum: the state they were computed from is bad."
-        )
-        self.rows = rows
-
-
-@dataclass(frozen=True)
-class Edits:
-    """What changes single logits of a row. ``table`` is an array of :data:`EDIT`, each token once: how often the answer
-    has it (0: only the prompt, -1: penalties do not apply), and its bias. The penalties apply to all of them.
+    """Rows without a finite best logit; ``rows`` are their indices. Of those in ``emptied`` the edits and the mask left
+    nothing: the request forbids every token. In the others a NaN or an infinity is: the model's state is broken there.
     """
 
-    table: npt.NDArray[np.void]
-    repetition: float = 1.0
-    presence: float = 0.0
-    frequency: float = 0.0
+    def __init__(self, rows: tuple[int, ...], emptied: frozenset[int] = frozenset()) -> None:
+        super().__init__(
+            f"Logits of rows {list(rows)} have no finite maximum: the state they were computed from is bad"
+            + (f", but in {sorted(emptied)} the request itself forbids every token." if emptied else ".")
+        )
+        self.rows = rows
+        self.emptied = emptied
 
 
 @dataclass(frozen=True)
 class RowSampling:
     """How one row is sampled. ``position`` is the sequence position of the token to be chosen (n for the first after n
-    prompt tokens). ``banned`` ids are never chosen; log probabilities do not know of the ban, nor of ``edits``.
+    prompt tokens). ``banned`` ids are never chosen, nor those that ``mask`` does not let through. ``edits`` are
+    the request's, ``own`` those of this row, which take their place. Log probabilities know of none of this.
     """
 
     params: SamplingParams
     seed: int
     position: int
     banned: frozenset[int] = frozenset()
-    min_p: float = 0.0
-    edits: Edits | None = None
+    edits: Table | None = None
+    own: Table | None = None
+    mask: Words | None = None
 
     @property
     def is_greedy(self) -> bool:
         return self.params.temperature < GREEDY_BELOW
 
-    def all_edits(self) -> Edits | None:
-        """The edits with the banned ids among them, None if there are none."""
-        banned = _bans(self.banned) if self.banned else None
-        if self.edits is None or banned is None:
-            return self.edits or banned
-        kept = self.edits.table[~np.isin(self.edits.table["token"], banned.table["token"])]
-        table = np.concatenate([kept, banned.table])
-        return Edits(table, self.edits.repetition, self.edits.presence, self.edits.frequency)
+    @property
+    def is_edited(self) -> bool:
+        return bool(self.banned) or self.edits is not None or self.own is not None or self.mask is not None
 
-
-@functools.lru_cache(maxsize=256)
-def _bans(token_ids: frozenset[int]) -> Edits:
-    return Edits(np.array([(token_id, -1, -np.inf) for token_id in sorted(token_ids)], EDIT))
+    def own_edits(self) -> Table | None:
+        """The row's own edits with the bans among them, None if there are none."""
+        if not self.banned:
+            return self.own
+        banned = bans(self.banned)
+        if self.own is None:
+            return banned
+        return np.concatenate([self.own[~np.isin(self.own["token"], banned["token"])], banned])
 
 
 def sample(logits: torch.Tensor, rows: Sequence[RowSampling], kernel: SampleKernel | None = None) -> list[TokenLogprob]:
@@ -139,25 +130,35 @@ def _sample_in_kernel(logits: torch.Tensor, rows: Sequence[RowSampling], kernel:
         logits = logits.to(device="cpu", dtype=torch.float32).contiguous()
     packed, alive, max_alternatives, vocab_size = [], [], 0, logits.shape[1]
     for row in rows:
-        params, address, n_edits, penalties = row.params, 0, 0, _NO_PENALTIES
-        if (edits := row.all_edits()) is not None:
-            alive.append(edits)
-            address, n_edits = edits.table.ctypes.data, len(edits.table)
-            penalties = (edits.repetition, edits.presence, edits.frequency)
+        params, own = row.params, row.own_edits()
+        alive.append(own)
         draw, scale = (0, 0.0) if row.is_greedy else (draw_bits(row.seed, row.position), _scale(params.temperature))
         n_top = -1 if params.logprobs is None else params.logprobs
         max_alternatives = max(max_alternatives, n_top)
-        top_k = min(params.top_k, vocab_size)
-        packed.append(ROW.pack(address, draw, params.top_p, row.min_p, scale, *penalties, n_edits, top_k, n_top, 0))
+        packed.append(
+            ROW.pack(
+                _address(row.edits), _address(own), _address(row.mask), draw, params.top_p, params.min_p, scale,
+                params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
+                _length(row.edits), _length(own), _length(row.mask), min(params.top_k, vocab_size), n_top, 0,
+            )
+        )  # fmt: skip
     choices, tops = kernel(logits, packed, max_alternatives)
     if bad := tuple(i for i, (token_id, _) in enumerate(choices) if token_id < 0):
-        raise NonFiniteLogits(bad)
+        raise NonFiniteLogits(bad, _emptied(logits, rows, bad))
     if not max_alternatives:
         return [TokenLogprob(token_id, logprob) for token_id, logprob in choices]
     return [
         TokenLogprob(token_id, logprob, tuple(top[: min(row.params.logprobs or 0, vocab_size)]))
         for (token_id, logprob), top, row in zip(choices, tops, rows, strict=True)
     ]
+
+
+def _address(array: Table | Words | None) -> int:
+    return 0 if array is None else array.ctypes.data
+
+
+def _length(array: Table | Words | None) -> int:
+    return 0 if array is None else len(array)
 
 
 # --- in numpy ---------------------------------------------------------------------------------------------------------
@@ -170,8 +171,8 @@ def _sample_in_python(logits: torch.Tensor, rows: Sequence[RowSampling]) -> list
     for i, row in enumerate(rows):
         if row.params.logprobs is not None and edited is not logits:
             sound[i] &= torch.isfinite(logits[i].max())
-    if bad := (~sound).nonzero().flatten().tolist():
-        raise NonFiniteLogits(tuple(bad))
+    if bad := tuple((~sound).nonzero().flatten().tolist()):
+        raise NonFiniteLogits(bad, _emptied(logits, rows, bad))
     tokens = best_ids.tolist()
     outputs = []
     for i, row in enumerate(rows):
@@ -190,26 +191,19 @@ def _values(logits: torch.Tensor) -> Reals:
 
 def _edited(logits: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
     """``logits`` themselves if no row has edits, else a copy in fp32."""
-    edits = {i: each for i, row in enumerate(rows) if (each := row.all_edits()) is not None}
-    if not edits:
+    if not any(row.is_edited for row in rows):
         return logits
     logits = logits.float().clone()
-    for i, each in edits.items():
-        table = each.table[(each.table["token"] >= 0) & (each.table["token"] < logits.shape[1])]
-        ids = torch.from_numpy(table["token"].astype(np.int64)).to(logits.device)
-        logits[i, ids] = torch.from_numpy(_apply(_values(logits[i, ids]), table, each)).to(logits.device)
+    for i, row in enumerate(rows):
+        if row.is_edited:
+            edited = apply(_values(logits[i]), row.params, (row.edits, row.own_edits()), row.mask)
+            logits[i] = torch.from_numpy(edited).to(logits.device)
     return logits
 
 
-def _apply(values: Reals, table: npt.NDArray[np.void], edits: Edits) -> Reals:
-    """The logits of the tokens of ``table`` after its edits."""
-    counts, biases = table["count"], table["bias"]
-    repetition, presence, frequency = map(np.float32, (edits.repetition, edits.presence, edits.frequency))
-    with np.errstate(all="ignore"):
-        penalized = np.where(values > 0, values / repetition, values * repetition)
-        values = np.where(counts >= 0, penalized, values)
-        values = np.where(counts > 0, values - (frequency * counts.astype(np.float32) + presence), values)
-        return np.where(np.isneginf(biases), biases, values + biases)
+def _emptied(logits: torch.Tensor, rows: Sequence[RowSampling], bad: Sequence[int]) -> frozenset[int]:
+    """Of the rows that have no finite best those that had one before they were edited."""
+    return frozenset(i for i in bad if rows[i].is_edited and math.isfinite(float(logits[i].max())))
 
 
 def token_weights(values: Reals, temperature: float) -> Ids:
@@ -228,8 +222,8 @@ def token_weights(values: Reals, temperature: float) -> Ids:
 def _draw_token(values: Reals, row: RowSampling) -> int:
     """``values`` [V] are the logits after the edits, with a finite best."""
     weights = token_weights(values, row.params.temperature)
-    if row.min_p > 0:
-        weights[weights < min(row.min_p, 1.0) * BEST_WEIGHT] = 0
+    if row.params.min_p > 0:
+        weights[weights < min(row.params.min_p, 1.0) * BEST_WEIGHT] = 0
     draw = draw_bits(row.seed, row.position)
     top_k = min(row.params.top_k, len(weights)) if row.params.top_k > 0 else None
     for ids in _ranked_prefixes(values, top_k):

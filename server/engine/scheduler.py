@@ -8,7 +8,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from server.cache.digest import StateDigests
-from server.engine.events import Begin
+from server.engine.choice_rules import ChoiceRules
+from server.engine.events import Begin, Resume
 from server.engine.speculation import ChainStart, DraftState
 from server.engine.stopping import OutputProcessor
 from server.model.batch import Segment
@@ -19,12 +20,14 @@ class Sequence:
     pools.
     """
 
-    def __init__(self, command: Begin, processor: OutputProcessor) -> None:
+    def __init__(self, command: Begin, processor: OutputProcessor, rules: ChoiceRules) -> None:
         self.command = command
         self.key, self.request, self.placement = command.key, command.request, command.placement
-        self.processor = processor
+        self.processor, self.rules = processor, rules
         self.tokens = list(command.request.prompt_ids)
         self.n_prompt = len(self.tokens)
+        self.n_top = None if isinstance(command, Resume) else command.request.sampling.prompt_logprobs
+        """With how many alternatives the prompt's tokens are scored here; None: they are not."""
         self.n_computed = 0
         self.prefill_s = 0.0
         self.draft: DraftState | None = None
@@ -51,7 +54,8 @@ class Sequence:
         if self.draft is None or n_draft < 1:
             return None
         start = self.n_computed - self.draft.streams.shape[0]
-        return ChainStart(self.draft, start, self.tokens[start + 1 : self.n_computed + 1], self.placement, n_draft)
+        next_ids = self.tokens[start + 1 : self.n_computed + 1]
+        return ChainStart(self.draft, start, next_ids, self.placement, n_draft, self.rules.guide)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,11 @@ from itertools import accumulate
 import torch
 
 from server.cache.layout import Placement
-from server.engine.request import TokenLogprob
+from server.engine.guide import Guide
+from server.engine.request import SamplingParams, TokenLogprob
 from server.engine.runner import ModelRunner
-from server.engine.sampler import NonFiniteLogits
+from server.engine.sampler import NonFiniteLogits, RowSampling, sample
+from server.kernels.sampling import SampleKernel
 from server.model.batch import Segment
 
 
@@ -32,20 +34,32 @@ class DraftState:
     streams: torch.Tensor
     valid_from: int = 0
 
+    @classmethod
+    def after_prompt(cls, streams: torch.Tensor) -> DraftState:
+        """Of a prompt's last position, whose ``streams`` are ``[N, D]``: a copy, for they may be a row of a whole
+        chunk's, which would live as long.
+        """
+        return cls(streams[None].clone())
+
 
 @dataclass(frozen=True)
 class ChainStart:
-    """One request of a chain: its draft state, the first of its positions, the tokens after each, and its placement."""
+    """One request of a chain: its draft state, the first of its positions, the tokens after each, and its placement.
+
+    ``guide`` is its answer's place in a grammar, if it has one.
+    """
 
     state: DraftState
     start: int
     next_ids: Sequence[int]
     placement: Placement
     n_draft: int
+    guide: Guide | None = None
 
 
-def propose(runner: ModelRunner, starts: Sequence[ChainStart]) -> list[list[int]]:
-    """Up to ``n_draft`` greedy draft tokens for each request, batched step by step.
+def propose(runner: ModelRunner, starts: Sequence[ChainStart], kernel: SampleKernel | None = None) -> list[list[int]]:
+    """Up to ``n_draft`` greedy draft tokens for each request, batched step by step. A request with a grammar gets only
+    such that fit it.
 
     The first step recomputes the rows of accepted positions from the target's streams; later steps feed the draft's
     own.
@@ -56,14 +70,23 @@ def propose(runner: ModelRunner, starts: Sequence[ChainStart]) -> list[list[int]
     segments = [Segment(s.next_ids, s.start, s.placement, s.state.valid_from) for s in starts]
     streams = torch.cat([s.state.streams for s in starts])
     active = list(range(len(starts)))
+    for start in starts:
+        if start.guide is not None:
+            start.guide.forget()
     while active:
         output = runner.draft(segments, streams)
         best, ids = output.logits.max(dim=-1)
         if bad := [i for i, logit in zip(active, best.tolist(), strict=True) if not math.isfinite(logit)]:
             raise NonFiniteLogits(tuple(bad))
-        for i, token in zip(active, ids.tolist(), strict=True):
+        going = []
+        for j, (i, token) in enumerate(zip(active, ids.tolist(), strict=True)):
+            may_go_on, guide = True, starts[i].guide
+            if guide is not None:
+                [token] = choose_guided(output.logits[j : j + 1], guide, kernel)
+                may_go_on = guide.look_ahead(token)
             drafts[i].append(token)
-        going = [j for j, i in enumerate(active) if len(drafts[i]) < starts[i].n_draft]
+            if may_go_on and len(drafts[i]) < starts[i].n_draft:
+                going.append(j)
         streams = output.streams
         if len(going) < streams.shape[0]:  # else each row is the last of its segment
             ends = list(accumulate(len(s.token_ids) for s in segments))
@@ -75,6 +98,12 @@ def propose(runner: ModelRunner, starts: Sequence[ChainStart]) -> list[list[int]
         ]  # fmt: skip
         active = [active[j] for j in going]
     return drafts
+
+
+def choose_guided(logits: torch.Tensor, guide: Guide, kernel: SampleKernel | None) -> list[int]:
+    """The token with the largest of ``logits`` ``[1, V]`` among those that may come next."""
+    row = RowSampling(SamplingParams(), 0, 0, mask=guide.mask())
+    return [choice.token_id for choice in sample(logits, [row], kernel)]
 
 
 def accepted(choices: Sequence[TokenLogprob], draft: Sequence[int]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from server.engine.detokenizer import Detokenizer
+from server.engine.guide import Guide
 from server.engine.request import FinishReason, SamplingParams, TokenizerLike, TokenLogprob, TokenOutput
 
 
@@ -23,17 +24,26 @@ class OutputProcessor:
     - A stop string ends the text exactly before it; the token that completes it is the last one. Of several stop
       strings the one that is complete first counts, of those the longest. Text that may yet become one is held back.
     - Neither ends anything at ``i < min_tokens``; the sampler must not choose :meth:`banned_ids` there.
+    - A grammar ends the answer behind the token that completes it; where it may go on, EOS does, also with
+      ``ignore_eos``.
     - At ``max_tokens`` tokens all text is given out. A stop at the same token has precedence.
 
     A log probability is reported with its token's place in the text, as soon as that is certain: a token inside of what
     may become a stop string waits for that, however the tokens are grouped. With the last output all are reported.
     """
 
-    def __init__(self, tokenizer: TokenizerLike, sampling: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        sampling: SamplingParams,
+        prompt_ids: Sequence[int] = (),
+        guide: Guide | None = None,
+    ) -> None:
         self._sampling = sampling
+        self._guide = guide
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, with_offsets=sampling.logprobs is not None)
         self._stops = StopStrings(sampling.stop)
-        self._eos_ids = frozenset() if sampling.ignore_eos else tokenizer.eos_token_ids
+        self._eos_ids = frozenset() if sampling.ignore_eos and guide is None else tokenizer.eos_token_ids
         self._end_ids = self._eos_ids | frozenset(sampling.stop_token_ids)
         self._n_chars = 0  # of the text that was given out
         self._offset = 0  # of the last token
@@ -89,6 +99,8 @@ class OutputProcessor:
         self._offset = self._detokenizer.offset
         if self._stops.found is not None:
             return text + self._finish_at_stop_string()
+        if self._guide is not None and self._guide.take((token_id,)):
+            return text + self._finish(FinishReason.STOP, None)
         if self.n_generated >= self._sampling.max_tokens:
             return text + self._finish(FinishReason.LENGTH, None)
         return text

@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 
 from server.engine.chat_template import ChatTemplate
+from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.request import DEFAULT_MAX_TOKENS, SamplingParams
 from server.engine.tokenizer_bound import chars_per_token
 from server.engine.tokenizer_files import TokenizerFiles, read_tokenizer_files
@@ -59,6 +60,7 @@ class Tokenizer:
         self._settings = self._backend.to_str()
         settings = json.loads(self._settings)
         self.chars_per_token = chars_per_token(settings)
+        self.grammars = GrammarCompiler(self._settings, eos_token_ids)
         self._byte_level = _decodes_bytes(settings)
         self._bos = files.id_of("bos_token")
         self._adds_bos = self._bos is not None and self._backend.encode("").ids[:1] == [self._bos]
@@ -158,12 +160,15 @@ def sampling_defaults(
 ) -> SamplingParams:
     """What applies where a request says nothing, from the fields of ``generation_config.json``.
 
-    As in vLLM, ``temperature``, ``top_p``, ``top_k`` and ``max_new_tokens`` are taken where present, else temperature
-    is 1.0 and nothing is cut off. Beyond vLLM, an explicit ``do_sample: false`` means greedy (temperature 0).
+    As in vLLM, ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty`` and ``max_new_tokens`` are
+    taken where present, else temperature is 1.0 and nothing is cut off or penalized. Beyond vLLM, an explicit
+    ``do_sample: false`` means greedy (temperature 0).
     """
     temperature = generation_config.get("temperature")
     top_p = generation_config.get("top_p")
     top_k = generation_config.get("top_k")
+    min_p = generation_config.get("min_p")
+    repetition_penalty = generation_config.get("repetition_penalty")
     max_tokens = generation_config.get("max_new_tokens")
     greedy = generation_config.get("do_sample") is False
     return SamplingParams(
@@ -171,6 +176,8 @@ def sampling_defaults(
         temperature=0.0 if greedy else 1.0 if temperature is None else float(temperature),
         top_p=1.0 if greedy or top_p is None else float(top_p),
         top_k=0 if greedy or top_k is None else max(0, int(top_k)),
+        min_p=0.0 if greedy or min_p is None else float(min_p),
+        repetition_penalty=1.0 if repetition_penalty is None else float(repetition_penalty),
     )
 
 

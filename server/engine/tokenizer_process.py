@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ class TokenizerProcess:
     """One worker process, started when it is needed; ``settings`` is the tokenizer's JSON.
 
     A process that dies fails the job it had (503 ``tokenizer_died``), and the next job gets another process. It holds
-    no lock of the interpreter here, and it ends with this process, however that ends.
+    no lock of the interpreter here, and it ends with this object, if nobody closes it, and with this process, however
+    that ends.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class TokenizerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._job: EncodingJob | None = None
         """The current job; to cancel it is to kill the process."""
+        self._unclosed: weakref.finalize[..., TokenizerProcess] | None = None
         self._is_ready = False
         self._ready_nbytes = 0
 
@@ -136,6 +139,7 @@ class TokenizerProcess:
             except OSError as error:
                 reason = f"no process can be started to tokenize a long prompt: {error}"
                 raise RequestFailed(Failure("tokenizer_died", reason)) from error
+            self._unclosed = weakref.finalize(self, _kill, self._process)
             self._is_ready = False
             return self._process
 
@@ -144,11 +148,18 @@ class TokenizerProcess:
             process.kill()
             if self._process is process:
                 self._process = None
-        process.wait(_END_S)
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):  # what was still to be written reaches nobody
-                    pipe.close()
+                if self._unclosed is not None:
+                    self._unclosed.detach()
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait(_END_S)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # what was still to be written reaches nobody
+                pipe.close()
 
 
 def utf8_of(text: str) -> bytes:

@@ -147,11 +147,11 @@ STRUCTURES = (
 )  # fmt: skip
 
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "kernels_version": (c_int32, []),
     "kernels_sizeof": (c_int64, [c_char_p]),
     "kernels_packed_nbytes": (c_int64, [c_int32, c_int32, c_int32]),
     "kernels_pack": (None, [c_void_p, c_int32, c_int32, c_int32, c_void_p, POINTER(Matrix)]),
-    "kernels_forward": (c_int32, [POINTER(Network), POINTER(Step), c_void_p, c_void_p, POINTER(c_int64)]),
+    "kernels_forward": (c_int32, [POINTER(Network), POINTER(Step), c_void_p, c_void_p, c_void_p, POINTER(c_int64)]),
+    "kernels_logits": (c_int32, [POINTER(Network), c_void_p, c_int32, c_void_p, c_int32]),
     "kernels_draft": (c_int32, [POINTER(Network), POINTER(Step), c_void_p, c_void_p, c_void_p, POINTER(c_int64)]),
     "kernels_draft_window": (c_int32, [POINTER(Network), POINTER(Step), c_void_p, POINTER(c_int64)]),
 }

@@ -91,12 +91,17 @@ def isas_of_machine(machine: str = "") -> tuple[Isa, ...]:
 
 def library_path(target: Target, *, sources: Path = SOURCES, folder: Path = BUILT) -> Path:
     """Where the library of the present ``sources`` lies, built or not."""
-    digest = hashlib.blake2b(" ".join(target.flags).encode(), digest_size=8)
+    return folder / f"kernels-{target.name}-{source_digest(target.flags, sources)}.so"
+
+
+def source_digest(flags: Sequence[str] = (*COMMON_FLAGS, *FAST_FLAGS), sources: Path = SOURCES) -> str:
+    """16 hex digits of the sources and of ``flags``; the default is what libraries of all instruction sets share."""
+    digest = hashlib.blake2b(" ".join(flags).encode(), digest_size=8)
     for path in sorted(sources.iterdir()):
         if path.suffix in (".h", ".cpp"):
             content = path.read_bytes()
             digest.update(f"\0{path.name}\0{len(content)}\0".encode() + content)
-    return folder / f"kernels-{target.name}-{digest.hexdigest()}.so"
+    return digest.hexdigest()
 
 
 def built_before(target: Target, folder: Path = BUILT) -> list[Path]:

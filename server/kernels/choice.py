@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from server.kernels import abi
+from server.kernels.build import source_digest
 from server.kernels.errors import KernelsUnavailable
 from server.kernels.library import Library, load
 from server.kernels.model import PackedModel
@@ -32,8 +33,8 @@ class Kernels:
 
     @property
     def identity(self) -> str:
-        """Equal for nodes whose results are equal bit for bit. Neither vector width nor threads are in it: they change
-        no bit of the kernels.
+        """Equal for nodes whose results are equal bit for bit: a hash of the sources, and torch. Neither vector width
+        nor threads are in it: they change no bit of the kernels.
         """
         return f"{self.name}-{self.version}"
 
@@ -66,7 +67,7 @@ def choose_kernels(wanted: str, device: str) -> Kernels:
             raise KernelsUnavailable(f"--kernels cpu: {error}") from error
         return _python(str(error))
     torch_version = torch.__version__.partition("+")[0]  # it computes the rotations
-    version = f"{library.functions.kernels_version()}-torch{torch_version}"
+    version = f"{source_digest()}-torch{torch_version}"
     return Kernels(library, version, f"built for {library.target.name}")
 
 

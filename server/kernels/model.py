@@ -70,16 +70,30 @@ class KernelModel:
         self._threads = n
         torch.set_num_threads(n)
 
-    def forward(self, segments: Sequence[Segment], *, every_row: bool) -> ForwardOutput:
+    def forward(self, segments: Sequence[Segment], *, every_row: bool, with_hidden: bool = False) -> ForwardOutput:
         plan = self._plan(segments, every_row=every_row)
-        output = self._output(plan)
+        output = self._output(plan, with_hidden=with_hidden)
         self._check(
             self._functions.kernels_forward(
-                self._network, plan.step, output.logits.data_ptr(), output.streams.data_ptr(), self._detail
+                self._network, plan.step, output.logits.data_ptr(), output.streams.data_ptr(),
+                None if output.hidden is None else output.hidden.data_ptr(), self._detail,
             ),
             plan,
-        )
+        )  # fmt: skip
         return output
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden.contiguous()
+        n_rows = hidden.shape[0]
+        if hidden.dtype != torch.float32 or hidden.shape[1:] != (self._config.hidden_size,):
+            raise ValueError(f"rows of shape {list(hidden.shape)} and {hidden.dtype} are no input of the head")
+        logits = torch.empty(n_rows, self._config.vocab_size)
+        status = self._functions.kernels_logits(
+            self._network, hidden.data_ptr(), n_rows, logits.data_ptr(), self._threads
+        )
+        if status != abi.Status.OK:
+            raise KernelsFailed(f"the kernels ended the logits of {n_rows} rows with {abi.Status(status).name}")
+        return logits
 
     def draft(self, segments: Sequence[Segment], streams: torch.Tensor) -> ForwardOutput:
         plan = self._plan(segments, every_row=False, is_draft=True)
@@ -127,11 +141,12 @@ class KernelModel:
         self._compress.reach(self._network.compress, max(first - BLOCK, 0), last)
         self._reached.update(blocks)
 
-    def _output(self, plan: StepPlan) -> ForwardOutput:
+    def _output(self, plan: StepPlan, *, with_hidden: bool = False) -> ForwardOutput:
         config = self._config
         return ForwardOutput(
             torch.empty(plan.n_wanted, config.vocab_size),
             torch.empty(plan.n_rows, config.hc_mult, config.hidden_size, dtype=self._dtype),
+            torch.empty(plan.n_rows, config.hidden_size) if with_hidden else None,
         )
 
     def _before(self, streams: torch.Tensor, plan: StepPlan) -> torch.Tensor:
@@ -165,7 +180,7 @@ class KernelModel:
 _WORDS = {
     abi.Status.BAD_TOKEN: "token id {token} is not one of the vocabulary's {vocab}",
     abi.Status.BAD_POSITION: "position {position} cannot be computed",
-    abi.Status.BAD_SLOT: "slot {slot} is none of the arena's",
-    abi.Status.BAD_PAGE: "position {position}: one of the pages {pages} is none of the arena's",
+    abi.Status.BAD_SLOT: "slot {slot} is none of the arena's for requests",
+    abi.Status.BAD_PAGE: "position {position}: one of the pages {pages} is none of the arena's for requests",
     abi.Status.BAD_SEGMENT: "position {position} does not follow from its segment",
 }

@@ -24,18 +24,26 @@ class BadStep(ValueError):
 @dataclass(frozen=True)
 class ForwardOutput:
     """``logits`` ``[wanted rows, vocab]`` in fp32; ``streams`` ``[real rows, N, D]``: the last block's output of every
-    row.
+    row. ``hidden`` ``[real rows, D]`` in fp32, where it was asked for: what the head makes every row's logits of.
     """
 
     logits: torch.Tensor
     streams: torch.Tensor
+    hidden: torch.Tensor | None = None
 
 
 class BoundModel(Protocol):
     """A model that computes on one arena: its forwards read and write the pools there. Used by one thread."""
 
-    def forward(self, segments: Sequence[Segment], *, every_row: bool) -> ForwardOutput:
+    def forward(self, segments: Sequence[Segment], *, every_row: bool, with_hidden: bool = False) -> ForwardOutput:
         """One forward over runs of several requests. Logits of each segment's last row, or of every row."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits ``[rows, vocab]`` of rows of a forward's ``hidden``: the bits that it gives where it gives them.
+
+        So the logits of a long prompt can be had a few rows at a time.
+        """
         ...
 
     def draft(self, segments: Sequence[Segment], streams: torch.Tensor) -> ForwardOutput:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,10 +14,10 @@ from server.model.config import SLIDING, CheckpointError, ModelConfig, load_conf
 from server.model.fields import saved_by_transformers
 from server.model.layers import ROW_TILE
 from server.model.network import DeepseekV4
+from server.model.tensor_files import TensorHeader, tensor_files, tensor_headers
 
 _HC = re.compile(r"^(.*\.)?(hc_attn|hc_ffn|hc_head)_(fn|base|scale)$")
 _QUANTIZED = {"F8_E4M3", "F8_E8M0", "I8", "U8"}
-_INDEX = "model.safetensors.index.json"
 
 
 def load_model(
@@ -35,9 +34,34 @@ def load_model(
     the NextN layer is loaded too, and its absence or another kind of draft is an error; without, ``mtp.*`` is left
     alone.
     """
+    model, wanted = _matched(model_dir, dtype=dtype, deterministic=deterministic, draft=draft)
+    expected = dict(model.named_parameters())
+    state: dict[str, torch.Tensor] = {}
+    for file in dict.fromkeys(header.file for header in wanted.values()):
+        with safe_open(file, framework="pt") as tensors:
+            for name, header in wanted.items():
+                if header.file == file:
+                    tensor = tensors.get_tensor(header.key)
+                    state[name] = tensor.to(device=device, dtype=expected[name].dtype)
+    model.load_state_dict(state, assign=True)
+    return model.eval().requires_grad_(False)
+
+
+def check_tensors(model_dir: Path, *, draft: bool = False) -> int:
+    """Whether :func:`load_model` would find every tensor in the shape that it needs, by the headers of the files; their
+    number. Raises what it raises.
+    """
+    _, wanted = _matched(model_dir, dtype=torch.float32, deterministic=True, draft=draft)
+    return len(wanted)
+
+
+def _matched(
+    model_dir: Path, *, dtype: torch.dtype, deterministic: bool, draft: bool
+) -> tuple[DeepseekV4, dict[str, TensorHeader]]:
+    """The network, without memory, and the tensor of each of its parameters (by name)."""
     config = load_config(model_dir)
-    files = _tensor_files(model_dir)
-    keys = [key for file in files for key in _keys(file)]
+    headers = tensor_headers(model_dir)
+    keys = [header.key for header in headers]
     if renamed := sorted(key for key in keys if key.startswith(("model.", "lm_head."))):
         raise saved_by_transformers(str(model_dir), f"it has a tensor {renamed[0]}")
     if draft:
@@ -45,24 +69,16 @@ def load_model(
     with torch.device("meta"):
         model = DeepseekV4(config, dtype, ROW_TILE if deterministic else 0, draft=draft)
     expected = dict(model.named_parameters())
-    names = {key: _parameter_name(key) for key in keys if draft or not key.startswith("mtp.")}
-    _check_names(model_dir, expected.keys(), names)
-    state: dict[str, torch.Tensor] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
-                if key in names:
-                    target = expected[names[key]]
-                    part = tensors.get_slice(key)
-                    _check_tensor(file, key, part.get_dtype(), tuple(part.get_shape()), tuple(target.shape))
-                    state[names[key]] = tensors.get_tensor(key).to(device=device, dtype=target.dtype)
-    model.load_state_dict(state, assign=True)
-    return model.eval().requires_grad_(False)
+    wanted = {_parameter_name(header.key): header for header in headers if draft or not header.key.startswith("mtp.")}
+    _check_names(model_dir, expected.keys(), {header.key: name for name, header in wanted.items()})
+    for name, header in wanted.items():
+        _check_tensor(header, tuple(expected[name].shape))
+    return model, wanted
 
 
 def has_draft(model_dir: Path) -> bool:
     """Whether the checkpoint carries draft tensors, of whatever kind."""
-    return any(key.startswith("mtp.") for file in _tensor_files(model_dir) for key in _keys(file))
+    return any(header.key.startswith("mtp.") for header in tensor_headers(model_dir))
 
 
 def _check_draft(model_dir: Path, config: ModelConfig, keys: list[str]) -> None:
@@ -88,7 +104,7 @@ def model_fingerprint(model_dir: Path) -> str:
     function.
     """
     digest = xxhash.xxh3_128()
-    for file in [model_dir / "config.json", *_tensor_files(model_dir)]:
+    for file in [model_dir / "config.json", *tensor_files(model_dir)]:
         digest.update(file.name.encode())
         with file.open("rb") as stream:
             while block := stream.read(1 << 22):
@@ -109,30 +125,6 @@ def official_key(name: str) -> str:
     return re.sub(r"\b(hc_attn|hc_ffn|hc_head)\.(fn|base|scale)$", r"\1_\2", name)
 
 
-def _tensor_files(model_dir: Path) -> list[Path]:
-    index = model_dir / _INDEX
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [model_dir / name for name in names]
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise CheckpointError(
-                f"{model_dir}: {_INDEX} names {missing[0]}, which is not there ({len(missing)} of {len(files)} missing)"
-            )
-        return files
-    files = sorted(model_dir.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{model_dir} has no *.safetensors file")
-    return files
-
-
-def _keys(file: Path) -> list[str]:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return list(tensors.keys())
-    except Exception as error:  # safetensors raises its own untyped error
-        raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
-
-
 def _check_names(model_dir: Path, expected: Iterable[str], names: dict[str, str]) -> None:
     wanted, have = set(expected), set(names.values())
     if quantized := sorted(key for key in names if key.endswith(".scale") and "hc_" not in key):
@@ -148,14 +140,16 @@ def _check_names(model_dir: Path, expected: Iterable[str], names: dict[str, str]
         raise CheckpointError(f"{model_dir}: the tensors do not fit config.json: {'; '.join(problems)}")
 
 
-def _check_tensor(file: Path, key: str, dtype: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if dtype in _QUANTIZED:
+def _check_tensor(header: TensorHeader, expected: tuple[int, ...]) -> None:
+    if header.dtype in _QUANTIZED:
         raise CheckpointError(
-            f"{file}: {key} is stored as {dtype}: quantized checkpoints are not supported yet; "
+            f"{header.file}: {header.key} is stored as {header.dtype}: quantized checkpoints are not supported yet; "
             "convert to bfloat16 or float32"
         )
-    if shape != expected:
-        raise CheckpointError(f"{file}: {key} has shape {list(shape)}, config.json asks for {list(expected)}")
+    if header.shape != expected:
+        raise CheckpointError(
+            f"{header.file}: {header.key} has shape {list(header.shape)}, config.json asks for {list(expected)}"
+        )
 
 
 def _some(names: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -53,7 +54,9 @@ class DeepseekV4(nn.Module):
         """This model over the pools of ``arena``."""
         return PythonModel(self, arena)
 
-    def forward(self, batch: Batch, pools: Pools, rows: torch.Tensor | None = None) -> ForwardOutput:
+    def forward(
+        self, batch: Batch, pools: Pools, rows: torch.Tensor | None = None, *, with_hidden: bool = False
+    ) -> ForwardOutput:
         """Runs one batch, reading and writing ``pools``. ``rows`` are those whose logits are wanted; None: every real
         row.
         """
@@ -61,7 +64,15 @@ class DeepseekV4(nn.Module):
         streams = self.embed(batch.token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
         for block in self.layers:
             streams = block(streams, batch, pools, rope)
-        return self._output(streams, batch, rows, self.hc_head, self.norm)
+        output = self._output(streams, batch, rows, self.hc_head, self.norm)
+        if not with_hidden:
+            return output
+        return replace(output, hidden=self.norm(self.hc_head(streams)).float()[: batch.n_rows])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits ``[rows, vocab]`` of rows of a forward's ``hidden``."""
+        logits: torch.Tensor = self.head(hidden)
+        return logits
 
     def draft(self, batch: Batch, streams: torch.Tensor, pools: Pools) -> ForwardOutput:
         """One draft step. Row t takes ``streams`` ``[real rows, N, D]`` of position t and token t + 1, and predicts t +
@@ -107,10 +118,15 @@ class PythonModel:
         self._model, self._arena, self._pools = model, arena, Pools(arena)
 
     @torch.inference_mode()
-    def forward(self, segments: Sequence[Segment], *, every_row: bool) -> ForwardOutput:
+    def forward(self, segments: Sequence[Segment], *, every_row: bool, with_hidden: bool = False) -> ForwardOutput:
         batch = build_batch(segments, self._arena.layout, self._model.row_tile, self._arena.device)
-        output: ForwardOutput = self._model(batch, self._pools, None if every_row else batch.last_rows)
+        rows = None if every_row else batch.last_rows
+        output: ForwardOutput = self._model(batch, self._pools, rows, with_hidden=with_hidden)
         return output
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden)
 
     @torch.inference_mode()
     def draft(self, segments: Sequence[Segment], streams: torch.Tensor) -> ForwardOutput:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from server.cache.handoff import handoff_spec
-from server.cache.specs import ComponentSpec, Scope
+from server.cache.specs import ComponentSpec, Scope, handoff_spec
 from server.model.config import CSA, HCA, ModelConfig
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any, Protocol
@@ -14,15 +15,24 @@ from server.engine.request import Generation, GenerationRequest
 from server.failure import Failure
 from server.node.context import NodeContext, NodeSettings
 from server.node.supervisor import Supervisor
+from server.telemetry.latency import RequestMetrics
+from server.telemetry.record import RoomList, RoomRecord
+from server.telemetry.rooms import RoomRecords
+from server.telemetry.state import memory_state
+from server.threads import call_in_thread
 from server.transfer.manifest import new_incarnation
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+STATE_S = 0.25
 
 
 class Manager(Protocol):
     """What a node keeps its requests or rooms in: the two roles' managers have this in common."""
+
+    records: RoomRecords
+    request_metrics: RequestMetrics
 
     def tick(self) -> None: ...
     def on_engine_event(self, event: Event) -> None: ...
@@ -47,6 +57,7 @@ class BaseNode(ABC):
         self.tokenizer = context.tokenizer
         self.sampling_defaults = context.sampling_defaults
         self.metrics = context.metrics
+        self.metrics.expect(self.role, context.arena.layout.names)
         self.incarnation = new_incarnation()
         self._context = context
         self._guard_rule, self._facts = settings.guard.rule, settings.facts
@@ -55,6 +66,8 @@ class BaseNode(ABC):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._supervisor = Supervisor()
+        self._state: dict[str, Any] = {}
+        self._state_until = float("-inf")
 
     # --- what a role adds -----------------------------------------------------------------------------------------
 
@@ -80,6 +93,10 @@ class BaseNode(ABC):
     def _info(self) -> dict[str, Any]:
         """What ``/server_info`` has of this role only."""
 
+    def _role_state(self, _now: float) -> dict[str, Any]:
+        """What ``/state`` has of this role only."""
+        return {}
+
     @abstractmethod
     def _counts(self) -> tuple[int, int]:
         """Requests under way, and those of them that wait."""
@@ -98,6 +115,8 @@ class BaseNode(ABC):
     async def start(self) -> None:
         """Opens the node's connections; a decode node does not wait for its peers."""
         self._loop = asyncio.get_running_loop()
+        if self._context.traces is not None:
+            self._context.traces.start()
         await self._open()
         self._ticker = ticker = asyncio.create_task(self._tick_for_ever(), name=f"{self.role} ticker")
         self._supervisor.watch(lambda: [ticker])
@@ -121,6 +140,8 @@ class BaseNode(ABC):
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
         await self._close()
+        if self._context.traces is not None:
+            await call_in_thread("close traces", self._context.traces.close)
 
     async def _tick_for_ever(self) -> None:
         while True:
@@ -159,6 +180,31 @@ class BaseNode(ABC):
             "allocator": (counts := context.allocator.counts()),
             "max_running_requests": sum(counts["slots"].values()),
         } | self._info()
+
+    def rooms(self, limit: int) -> RoomList:
+        return self.manager.records.listing(limit)
+
+    def room(self, room: int) -> RoomRecord | None:
+        return self.manager.records.find(room)
+
+    def state(self) -> dict[str, Any]:
+        """What ``/state`` answers, made anew every :data:`STATE_S` seconds at most: a page asks again and again."""
+        now = self._context.clock()
+        if now >= self._state_until:
+            n_requests, n_waiting = self._counts()
+            manager, metrics = self.manager, self.metrics
+            self._state_until = now + STATE_S
+            self._state = {
+                "node": self.role,
+                "unix_us": round(1e6 * time.time()),
+                **memory_state(self._context.allocator),
+                "requests": {"running": n_requests - n_waiting, "waiting": n_waiting},
+                **metrics.moved(),
+                **manager.request_metrics.totals(),
+                "accept_lengths": {},
+                "quarantine": [],
+            } | self._role_state(now)
+        return self._state
 
     def load(self) -> dict[str, int]:
         """As :meth:`.Backend.load` says: the tokens are those that pages are for."""

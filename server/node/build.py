@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from server.cache.allocator import Allocator
 from server.cache.arena import TORCH_DTYPES, Arena
@@ -34,6 +34,7 @@ from server.model.state import state_components
 from server.node.checks import transport_factory
 from server.node.context import NodeContext, NodeSettings
 from server.node.options import NodeOptions
+from server.telemetry.traces import TraceExporter
 from server.transfer.auth import Guard
 from server.transfer.deadlines import parse_deadlines
 from server.transfer.manifest import ModelIdentity
@@ -79,6 +80,7 @@ def build_resources(
 
     Raises one of :data:`server.node.run.STARTUP_ERRORS`.
     """
+    disable_created_metrics()  # a second line for every counter, which nobody reads
     faults, deadlines = FaultSet.parse(options.faults, role), parse_deadlines(options.deadlines)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CheckpointError("--device cuda: torch sees no CUDA device")
@@ -124,6 +126,7 @@ def build_resources(
         sampling_defaults=tokenizer.sampling_defaults,
         metrics=metrics,
         hooks=hooks_of(faults, arena),
+        traces=TraceExporter(options.otlp, role, _instance(options), metrics.registry) if options.otlp else None,
     )
     n_default = min(tokenizer.sampling_defaults.max_tokens, max_context - 1)
     settings = NodeSettings(
@@ -131,6 +134,7 @@ def build_resources(
         max_context=max_context,
         spec_tokens=spec_tokens,
         max_queue=options.max_queue,
+        keep_rooms=options.keep_rooms,
         guard=guard or Guard(),
         deadlines=deadlines,
         facts={  # in the field names that routers ask for
@@ -145,6 +149,11 @@ def build_resources(
         },
     )
     return NodeResources(options, runner, kernels.sampler(options.threads), tokenizer, commands, context, settings)
+
+
+def _instance(options: NodeOptions) -> str:
+    """What tells the nodes of one role apart in traces."""
+    return f"{options.host}:{options.port}"
 
 
 def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> LoadedModel:

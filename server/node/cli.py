@@ -20,10 +20,13 @@ Options = TypeVar("Options", bound=_Dataclass)
 
 @dataclass(frozen=True, eq=False)
 class OneOf:
-    """Options of a group of which only one may be given, or, if ``required``, exactly one."""
+    """Options of a group of which only one may be given, or, if ``required``, exactly one. None is needed where the
+    option ``unless`` (a field's name) is given.
+    """
 
     group: str
     required: bool = False
+    unless: str = ""
 
 
 def option(
@@ -58,7 +61,26 @@ def parse(options: type[Options], prog: str, description: str, argv: Sequence[st
     parser.add_argument("--version", action="version", version=__version__)
     add_options(parser, fields(options))
     values = vars(parser.parse_args(argv))
+    for group, members in _conditional_groups(fields(options)).items():
+        if not values[group.unless] and not any(values[one.name] for one in members):
+            names = " ".join(_flag(one) for one in members)
+            parser.error(f"one of the arguments {names} is required")
     return options(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def _conditional_groups(declared: Iterable[Field[Any]]) -> dict[OneOf, list[Field[Any]]]:
+    """The groups of which one option is required unless another is given, which argparse cannot say."""
+    groups: dict[OneOf, list[Field[Any]]] = {}
+    for one in declared:
+        group = one.metadata["group"]
+        if isinstance(group, OneOf) and group.required and group.unless:
+            groups.setdefault(group, []).append(one)
+    return groups
+
+
+def _flag(declared: Field[Any]) -> str:
+    flag: str = declared.metadata["flag"] or "--" + declared.name.replace("_", "-")
+    return flag
 
 
 def add_options(parser: argparse.ArgumentParser, declared: Iterable[Field[Any]]) -> list[argparse.Action]:
@@ -71,9 +93,9 @@ def add_options(parser: argparse.ArgumentParser, declared: Iterable[Field[Any]])
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         if group not in groups:
-            groups[group] = groups[title].add_mutually_exclusive_group(required=group.required)
-        flag, arguments = one.metadata["flag"] or "--" + one.name.replace("_", "-"), one.metadata["arguments"]
-        actions.append(groups[group].add_argument(flag, dest=one.name, help=one.metadata["help"], **arguments))
+            groups[group] = groups[title].add_mutually_exclusive_group(required=group.required and not group.unless)
+        arguments = one.metadata["arguments"]
+        actions.append(groups[group].add_argument(_flag(one), dest=one.name, help=one.metadata["help"], **arguments))
     return actions
 
 

@@ -12,6 +12,7 @@ from server.cache.arena import Arena
 from server.engine.events import Command
 from server.engine.request import SamplingParams, TokenizerLike
 from server.faults.hooks import Hooks
+from server.telemetry.traces import TraceExporter
 from server.transfer.auth import Guard
 from server.transfer.engines.base import TransferEngine
 from server.transfer.manifest import ModelIdentity
@@ -25,7 +26,7 @@ class NodeContext:
 
     ``submit_command`` is the engine's inbox. ``make_transport`` builds one transport endpoint; the node registers the
     arena with it. ``sampling_defaults`` apply where a request says nothing. Every wait of the node is
-    measured by ``clock``, in seconds.
+    measured by ``clock``, in seconds. ``traces`` gets the record of every request at its end, if it is to be traced.
     """
 
     submit_command: Callable[[Command], None]
@@ -38,13 +39,15 @@ class NodeContext:
     metrics: NodeMetrics
     hooks: Hooks = field(default_factory=Hooks)
     clock: Callable[[], float] = time.monotonic
+    traces: TraceExporter | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSettings:
     """The settings of both roles. ``max_context`` is in tokens, ``spec_tokens`` in draft tokens of one step.
 
-    ``max_queue`` is how many requests may wait for a slot and pages. ``guard`` says who may be a peer.
+    ``max_queue`` is how many requests may wait for a slot and pages. ``guard`` says who may be a peer. ``keep_rooms``
+    is how many records of rooms that ended are kept.
 
     ``facts`` about the model are shown in ``/server_info``.
     """
@@ -53,6 +56,7 @@ class NodeSettings:
     max_context: int
     spec_tokens: int = 0
     max_queue: int = 1024
+    keep_rooms: int = 256
     guard: Guard = field(default_factory=Guard)
     facts: Mapping[str, Any] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)

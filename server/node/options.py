@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from server.node.cli import OneOf, option
 
 MAX_THREADS = 1024
 """A typing error must not take all threads of a machine."""
+MAX_KEPT_ROOMS = 10_000
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "assets" / "tiny-dsv4"
 
 
@@ -28,6 +31,16 @@ def peer_address(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not HOST:BOOTSTRAP_PORT: an IPv6 address stands in brackets, such as [::1]:8998"
         )
+    return text
+
+
+def collector_url(text: str) -> str:
+    """The URL of an OpenTelemetry collector, as an option's type."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the URL of a collector, such as http://127.0.0.1:4318")
+    if importlib.util.find_spec("opentelemetry") is None or importlib.util.find_spec("opentelemetry.sdk") is None:
+        raise argparse.ArgumentTypeError("traces need the extra otlp: pip install 'dsv4-pd-server[otlp]'")
     return text
 
 
@@ -73,6 +86,13 @@ def thread_count(text: str) -> int:
     return value
 
 
+def room_count(text: str) -> int:
+    value = positive(text)
+    if value > MAX_KEPT_ROOMS:
+        raise argparse.ArgumentTypeError(f"{value} records are more than {MAX_KEPT_ROOMS}")
+    return value
+
+
 def port_number(text: str) -> int:
     """A TCP port, as an option's type; 0 takes any free one."""
     value = whole_number(text)
@@ -91,6 +111,7 @@ def whole_number(text: str) -> int:
 SECURITY = "security (the data plane has none: see README.md)"
 PEERS, CLIENTS = OneOf(SECURITY), OneOf(SECURITY)
 HTTP = "HTTP (more limits, without options: see README.md, Security)"
+OBSERVING = "records and traces"
 TESTING = "testing and logs"
 
 
@@ -220,9 +241,31 @@ class NodeOptions:
         metavar="ORIGIN",
     )
 
+    keep_rooms: int = option(
+        OBSERVING,
+        "records of rooms that ended, for /rooms; about 2 KB of memory each",
+        default=256,
+        type=room_count,
+        metavar="N",
+    )
+    otlp: str | None = option(
+        OBSERVING,
+        "send traces to this OpenTelemetry collector (OTLP over HTTP, extra otlp), e.g. http://127.0.0.1:4318",
+        type=collector_url,
+        metavar="URL",
+    )
+
     permute_ids: int | None = option(TESTING, "hand out pages and slots in a shuffled order", type=int, metavar="SEED")
     faults: tuple[str, ...] = option(
         TESTING, "inject a fault, e.g. drop:swa (repeatable)", default=(), flag="--fault", metavar="NAME:ARG"
+    )
+    doctor: str | None = option(
+        TESTING,
+        "start nothing: look whether a node with these options would work on this machine, and say what to do where "
+        "not; exit code 0 or 1",
+        nargs="?",
+        const="text",
+        choices=("text", "json"),
     )
     log_level: str = option(TESTING, "verbosity", default="info", choices=("debug", "info", "warning", "error"))
 

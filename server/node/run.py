@@ -22,10 +22,12 @@ from server.cache.specs import LayoutError
 from server.failure import RequestFailed
 from server.faults.spec import FaultError
 from server.kernels.errors import KernelsUnavailable
+from server.memory import keep_one_heap
 from server.model.config import CheckpointError
 from server.node.logs import open_standard_streams, process_log
 from server.node.options import NodeOptions
 from server.node.ports import PortError
+from server.threads import limit_spinning
 from server.transfer.auth import AuthError
 from server.transfer.deadlines import DeadlineError
 from server.transfer.engines.base import TransferError
@@ -60,6 +62,8 @@ def run(prog: str, options: NodeOptions, start: Callable[[], Coroutine[Any, Any,
     """Runs ``start`` with the log of a process. What it raises is a start-up error: one sentence on standard error and
     exit code 2.
     """
+    keep_one_heap()
+    limit_spinning()
     open_standard_streams()
     with process_log(options.log_level):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")

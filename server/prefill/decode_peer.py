@@ -49,6 +49,11 @@ class DecodePeer:
     def incarnation(self) -> str:
         return self.manifest.incarnation
 
+    @property
+    def name(self) -> str:
+        """Short, for records and metrics."""
+        return self.incarnation[:8]
+
     def send(self, message: AnyMessage) -> None:
         """Queues a message for the decode node; nothing is sent once the registration is over.
 

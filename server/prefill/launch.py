@@ -17,7 +17,18 @@ PROG = "launch_prefill"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a prefill node until a signal ends it; returns the exit code."""
     options = parse(PrefillOptions, PROG, "Computes prompts and pushes their state to decode nodes.", argv)
+    if options.doctor:
+        return _doctor(options)
     return run(PROG, options, partial(_start, options))
+
+
+def _doctor(options: PrefillOptions) -> int:
+    from server.doctor.examination import examine
+    from server.doctor.plan import NodePlan, Port
+
+    ports = (Port("--port", options.port), Port("--bootstrap-port", options.bootstrap_port))
+    draft = None if options.draft is None else options.draft == "on"
+    return examine(NodePlan("prefill", options, ports, (), draft))
 
 
 async def _start(options: PrefillOptions) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -10,10 +11,10 @@ from server.cache.arena import Arena
 from server.cache.layout import Placement
 from server.engine.request import GenerationRequest, SamplingParams, TokenLogprob
 from server.faults.hooks import Sending
-from server.node.request_log import RequestEnd
 from server.prefill.decode_peer import DecodePeer
 from server.prefill.kv_sender import Piece, Sender, SendJob
 from server.prefill.room import PrefillRoom, Pushed
+from server.telemetry.rooms import RoomRecorder
 from server.transfer.plan import CopyPlan, Push, Rows, Side
 from server.transfer.protocol import Reserve, RoomRequest, RoutedRequest, unpack_tokens
 from server.transfer.rooms import RoomKey
@@ -100,10 +101,11 @@ class Outgoing:
         pieces = planned.pieces
         rows = tuple(self._counted(each) for each in planned.rows) if self._miscounted else planned.rows
         if not pieces:
-            return Batch(None, Pushed(None, rows, 0, last))
+            return Batch(None, Pushed(None, rows, {}, last))
         self._n_batches += 1
         job = SendJob(self._key, self._n_batches, pieces, deadline_s)
-        return Batch(job, Pushed(self._n_batches, rows, len(pieces), last))
+        n_pieces = Counter(piece.component for piece in pieces)
+        return Batch(job, Pushed(self._n_batches, rows, n_pieces, last))
 
     def _counted(self, rows: Rows) -> Rows:
         """As they are, unless they are the first ones of a component that is to be miscounted."""
@@ -115,16 +117,19 @@ class PrefillRequest:
     """A room with everything the node holds for it, until its memory is free again.
 
     The prompt of a room that a router chose is empty until its request has come over HTTP. ``sender`` writes into the
-    memory of ``peer``. ``first`` is the first token, once it is chosen.
+    memory of ``peer``. ``first`` is the first token, once it is chosen. ``scores_kept`` are rows of the prompt's log
+    probabilities that the answer over HTTP is to have. ``record`` is of this room.
     """
 
     room: PrefillRoom
     request: GenerationRequest
     peer: DecodePeer
     sender: Sender
+    record: RoomRecorder
     placement: Placement | None = None
     outgoing: Outgoing | None = None
     first: TokenLogprob | None = None
+    scores_kept: bytearray | None = None
 
     @property
     def key(self) -> RoomKey:
@@ -135,20 +140,6 @@ class PrefillRequest:
         """Tokens of the prompt."""
         return self.room.n_tokens
 
-    def end(self, outcome: str) -> RequestEnd:
-        """What is logged of the room when it is over."""
-        phases = {"queue": "queued", "prefill": "prefill", "transfer": "transfer", "commit": "commit"}
-        return RequestEnd(
-            request_id=self.request.request_id,
-            room=self.key.room,
-            peer_role="decode",
-            peer=self.key.decode[:8],
-            n_prompt=self.n_tokens,
-            n_generated=int(self.first is not None),
-            phase_s={name: self.room.phase_s.get(phase, 0.0) for name, phase in phases.items()},
-            outcome=outcome,
-        )
-
 
 def read_request(reserve: Reserve) -> GenerationRequest:
     """What a ``Reserve`` asks for, without a prompt where that comes over HTTP.
@@ -157,7 +148,8 @@ def read_request(reserve: Reserve) -> GenerationRequest:
     """
     asked = reserve.request
     prompt = unpack_tokens(asked.prompt) if isinstance(asked, RoomRequest) else ()
-    return GenerationRequest(asked.request_id, prompt, SamplingParams(**msgspec.structs.asdict(asked.sampling)))
+    sampling = msgspec.convert(asked.sampling, SamplingParams, from_attributes=True)
+    return GenerationRequest(asked.request_id, prompt, sampling)
 
 
 def n_tokens_of(reserve: Reserve, request: GenerationRequest) -> int:

@@ -9,9 +9,13 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from server.engine.prompt_logprobs import row_nbytes
 from server.failure import Failure
+from server.transfer.parts import PROMPT_LOGPROBS, Part, PartsToSend
 from server.transfer.plan import Rows
 from server.transfer.protocol import (
     Abort,
@@ -19,12 +23,15 @@ from server.transfer.protocol import (
     Done,
     Failed,
     Progress,
+    PromptLogprobsPart,
+    PromptLogprobsReceived,
     Quiesced,
     Rejected,
     RemotePhase,
     Reserve,
     Reserved,
     Sent,
+    SentPromptLogprobs,
     Timings,
     Waiting,
     Writes,
@@ -54,6 +61,13 @@ class Advanced:
 
 
 @dataclass(frozen=True)
+class Scored:
+    """The engine has the next rows of the prompt's log probabilities."""
+
+    rows: bytes
+
+
+@dataclass(frozen=True)
 class Computed:
     """The engine is finished with the prompt; ``digests`` are of every live byte."""
 
@@ -71,11 +85,14 @@ class EngineIdle:
 
 @dataclass(frozen=True)
 class Pushed:
-    """The node handed a batch to the sender (``batch_id`` None: there was nothing to write). ``last`` with the tail."""
+    """The node handed a batch to the sender (``batch_id`` None: there was nothing to write). ``last`` with the tail.
+
+    ``pieces`` are counted by component.
+    """
 
     batch_id: int | None
     rows: tuple[Rows, ...]
-    n_pieces: int
+    pieces: Mapping[str, int]
     last: bool
 
 
@@ -102,8 +119,8 @@ class Cleaned:
 
 
 PrefillEvent = (
-    Reserve | Abort | Committed | Rejected | GivenUp | Admitted | QueueMoved | Advanced | Computed | EngineIdle
-    | Pushed | BatchEnded | SenderGone | Cleaned | PeerLost | Tick
+    Reserve | Abort | Committed | Rejected | PromptLogprobsReceived | GivenUp | Admitted | QueueMoved | Advanced
+    | Scored | Computed | EngineIdle | Pushed | BatchEnded | SenderGone | Cleaned | PeerLost | Tick
 )  # fmt: skip
 
 
@@ -181,8 +198,15 @@ class PrefillRoom:
         self._batches: set[int] = set()
         self._tail_pushed = False
         self._writes_ended = True
-        self._n_pieces = 0
+        self._pieces: Counter[str] = Counter()
         self._sent: dict[str, Rows] = {}
+        self._n_chunks = 0
+        self._received_at = now
+        self._writing_s, self._writing_since = 0.0, now
+        n_top = reserve.request.sampling.prompt_logprobs
+        self._parts = None if n_top is None else PartsToSend(row_nbytes(n_top), first=1)
+        """The prompt's log probabilities, if the decode node wants them."""
+        self._parts_resend = Resend(deadlines.resend_s, deadlines.resend_cap_s, now)
         self._entered, self._alive, self._reported = now, now, now
         self._resend = Resend(deadlines.resend_s, deadlines.resend_cap_s, now)
         self._progress_s = min(1.0, reserve.silence_s / 3)
@@ -203,6 +227,8 @@ class PrefillRoom:
                 return self._on_abort(event, now)
             case Committed():
                 return self._on_committed(now)
+            case PromptLogprobsReceived():
+                return self._on_parts_received(event.stop, now)
             case Rejected():
                 rejection = Failure("rejected", event.reason, event.component)
                 return self._end(rejection, now, report=False) if self.active else []
@@ -218,6 +244,8 @@ class PrefillRoom:
                 return []
             case Advanced():
                 return self._on_advanced(event.n_computed, now)
+            case Scored():
+                return self._on_scored(event.rows, now)
             case Computed():
                 return self._on_computed(event, now)
             case EngineIdle():
@@ -264,13 +292,39 @@ class PrefillRoom:
         if self.phase is not PrefillPhase.PREFILL:
             return []
         self._n_computed, self._alive = n_computed, now
+        self._n_chunks += 1
         return [PushPages(n_computed), self._progress(now)]
+
+    def _on_scored(self, rows: bytes, now: float) -> list[PrefillAction]:
+        if self.phase is not PrefillPhase.PREFILL or self._parts is None:
+            return []
+        self._alive = now
+        parts = self._parts
+        parts.add(rows)
+        if not parts.is_under_way:
+            self._restart_parts_resend(now)
+        return [self._part(part) for part in parts.next()]
+
+    def _on_parts_received(self, stop: int, now: float) -> list[PrefillAction]:
+        parts = self._parts
+        if parts is None or not self.active or not parts.arrived(stop):
+            return []
+        self._alive = now
+        self._restart_parts_resend(now)
+        return [*(self._part(part) for part in parts.next()), *self._finish_transfer(now)]
+
+    def _restart_parts_resend(self, now: float) -> None:
+        self._parts_resend = Resend(self._deadlines.resend_s, self._deadlines.resend_cap_s, now)
+
+    def _part(self, part: Part) -> Send:
+        return Send(PromptLogprobsPart(**self._ids, start=part.start, rows=part.rows))
 
     def _on_computed(self, computed: Computed, now: float) -> list[PrefillAction]:
         self._engine_busy = False
         if self.phase is not PrefillPhase.PREFILL:
             return self._settle(now)
         self._computed, self._n_computed = computed, self.n_tokens
+        self._n_chunks += 1
         self._enter(PrefillPhase.TRANSFER, now)
         self._reported = now - self._progress_s  # due at the next tick: most transfers are over by then
         return [PushTail()]
@@ -283,8 +337,9 @@ class PrefillRoom:
 
     def _on_pushed(self, pushed: Pushed, now: float) -> list[PrefillAction]:
         if pushed.batch_id is not None:
+            self._writing_since = self._writing_since if self._batches else now
             self._batches.add(pushed.batch_id)
-        self._n_pieces += pushed.n_pieces
+        self._pieces.update(pushed.pieces)
         self._tail_pushed = self._tail_pushed or pushed.last
         for rows in pushed.rows:
             before = self._sent.get(rows.component)
@@ -297,6 +352,8 @@ class PrefillRoom:
         if ended.batch_id not in self._batches:
             return []
         self._batches.discard(ended.batch_id)
+        if not self._batches:
+            self._writing_s += now - self._writing_since
         self._writes_ended = ended.quiesced  # of all batches: the last result decides
         self._alive = now
         if ended.failure is not None and self.active:
@@ -304,9 +361,15 @@ class PrefillRoom:
         return self._finish_transfer(now) if self.active else self._settle(now)
 
     def _finish_transfer(self, now: float) -> list[PrefillAction]:
-        """``Done``, once everything was pushed and every batch was applied."""
+        """``Done``, once everything was pushed, every batch was applied and every part of the rest was answered."""
         if self.phase is not PrefillPhase.TRANSFER or not self._tail_pushed or self._batches:
             return []
+        parts = self._parts
+        if parts is not None and not parts.have_all_arrived:
+            return []
+        if parts is not None and parts.stop != self.n_tokens:
+            reason = f"the engine reported log probabilities up to position {parts.stop - 1} of {self.n_tokens} tokens"
+            return self._end(Failure("no_digest", reason, PROMPT_LOGPROBS), now)
         computed = self._computed
         if computed is None or any(name not in computed.digests for name in self.reserve.components):
             return self._end(Failure("no_digest", "the engine reported no digest of a wanted component"), now)
@@ -319,13 +382,18 @@ class PrefillRoom:
                 Sent(name, rows.start, rows.stop, rows.nbytes, computed.digests[name])
                 for name, rows in self._sent.items()
             ),
-            pieces=self._n_pieces,
+            pieces=dict(self._pieces),
             timings=Timings(
+                received_at=self._received_at,
                 queued_s=self.phase_s["queued"],
-                prefill_s=computed.prefill_s,
-                digest_s=computed.digest_s,
+                prefill_s=self.phase_s["prefill"],
                 transfer_s=self.phase_s["transfer"],
+                compute_s=computed.prefill_s,
+                digest_s=computed.digest_s,
+                writing_s=self._writing_s,
+                chunks=self._n_chunks,
             ),
+            prompt_logprobs=None if parts is None else SentPromptLogprobs(parts.stop - 1, parts.digest),
         )
         return [Send(self.done)]
 
@@ -336,8 +404,13 @@ class PrefillRoom:
                 limit_s: float = getattr(self._deadlines, f"{self.phase}_s")
                 if silent_s > limit_s:
                     return self._end(_late(self.phase, "nothing moved", silent_s, limit_s), now)
+                parts = self._parts
+                actions: list[PrefillAction] = []
+                if parts is not None and parts.is_under_way and self._parts_resend.due(now):
+                    actions += [self._part(part) for part in parts.again()]
                 if now - self._reported >= self._progress_s:
-                    return [self._progress(now)]
+                    actions.append(self._progress(now))
+                return actions
             case PrefillPhase.COMMIT:
                 if silent_s > self._deadlines.commit_s:
                     late = _late(self.phase, "Done was not answered", silent_s, self._deadlines.commit_s)

@@ -13,11 +13,22 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 
-from server.engine.events import Cancel, ChunkComputed, ComputeFailed, Event, Finished, PrefillFinished, Scrub, Scrubbed
+from server.engine.events import (
+    Cancel,
+    ChunkComputed,
+    ComputeFailed,
+    Event,
+    Finished,
+    PrefillFinished,
+    PromptScored,
+    Scrub,
+    Scrubbed,
+)
 from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest
 from server.failure import Failure, RequestFailed, internal_error
 from server.node.context import NodeContext, NodeSettings
+from server.node.request_log import log_end
 from server.prefill.decode_peer import DecodePeer
 from server.prefill.kv_sender import KVSender, Sender, SendResult
 from server.prefill.probe import ProbeKey, ProbeWriter
@@ -40,17 +51,22 @@ from server.prefill.room import (
     PushTail,
     QueueMoved,
     Release,
+    Scored,
     SenderGone,
     failed_message,
 )
 from server.prefill.room_memory import RoomMemory, placement_failure
 from server.prefill.routed_rooms import RoutedRooms
+from server.telemetry.latency import RequestMetrics
+from server.telemetry.record import PhaseName
+from server.telemetry.rooms import PREFILL, RoomRecords
 from server.transfer.engines.base import TransferEngine, open_registered
 from server.transfer.protocol import (
     Abort,
     Committed,
     PeerMessage,
     Probe,
+    PromptLogprobsReceived,
     ProtocolError,
     Quiesced,
     Rejected,
@@ -65,6 +81,11 @@ from server.transfer.rooms import Forget, GivenUp, PeerLost, RoomKey, Send, Tick
 log = logging.getLogger(__name__)
 
 _SENDER_CLOSE_S = 5.0
+_RECORDED_PHASES = {
+    PrefillPhase.PREFILL: PhaseName.PREFILL,
+    PrefillPhase.TRANSFER: PhaseName.TRANSFER,
+    PrefillPhase.COMMIT: PhaseName.COMMIT,
+}
 
 MakeSender = Callable[[DecodePeer, Callable[[SendResult], None]], Sender]
 """Builds and starts the sender for a peer. It reports every batch to the function, from any thread."""
@@ -89,8 +110,11 @@ class PrefillRoomManager:
         self.queue: deque[PrefillRequest] = deque()
         self.refusing: Failure | None = None
         self.tombstones = Tombstones()
+        self.request_metrics = RequestMetrics(context.metrics.registry, PREFILL)
+        self.records = RoomRecords(PREFILL, settings.keep_rooms, context.clock, context.traces)
+        self.records.on_end += [self.request_metrics.ended, log_end]
         self.routed_rooms = RoutedRooms(
-            self.step, self.tombstones, context.tokenizer, settings.deadlines.pair_s, context.clock
+            self.step, self.tombstones, context.tokenizer, settings.deadlines.pair_s, context.clock, self.records
         )
         self.probes = ProbeWriter(context.arena, settings.deadlines.probe_s, context.clock)
         self._clock = context.clock
@@ -157,16 +181,26 @@ class PrefillRoomManager:
             failure = Failure("overloaded", f"{n_waiting} requests wait for the prefill node already")
         if failure is not None:
             self.routed_rooms.turned_away(request, failure)
-            raise RequestFailed(failure)
-        generation = self.routed_rooms.submit(request)
+            raise self._refused(request, RequestFailed(failure))
+        try:
+            generation = self.routed_rooms.submit(request)
+        except RequestFailed as refused:
+            raise self._refused(request, refused) from None
         self._hooks.entered("pair")
         return generation
+
+    def _refused(self, request: GenerationRequest, refused: RequestFailed) -> RequestFailed:
+        room = None if request.routed is None else request.routed.room
+        self.records.refused(request.request_id, room, refused.failure)
+        self.request_metrics.refused(refused.code)
+        return refused
 
     # --- decode nodes -------------------------------------------------------------------------------------------------
 
     def on_registered(self, peer: DecodePeer) -> None:
         """A decode node has registered: it gets its own sender."""
         self.senders[peer] = self._make_sender(peer, self._on_send_result)
+        self._metrics.peer_known(peer.name)
 
     def _start_sender(self, peer: DecodePeer, on_result: Callable[[SendResult], None]) -> KVSender:
         name = f"sender {peer.incarnation[:8]}"
@@ -184,6 +218,7 @@ class PrefillRoomManager:
             return
         for req in self._reqs_of(peer):
             self.step(req, PeerLost(failure))
+        self._metrics.peer_gone(peer.name)
         self.tombstones.drop_peer(peer.incarnation)
         self.routed_rooms.on_lost(peer)
         self.probes.on_lost(peer)
@@ -222,7 +257,7 @@ class PrefillRoomManager:
                     peer.send(failed_message(message, internal_error("prefill", error), Writes.SETTLING))
             case Waiting():
                 self._on_waiting(peer, message)
-            case Abort() | Committed() | Rejected():
+            case Abort() | Committed() | Rejected() | PromptLogprobsReceived():
                 req = self.reqs.get(RoomKey.of(message))
                 if req is not None:
                     self.step(req, message)
@@ -248,8 +283,19 @@ class PrefillRoomManager:
         except ProtocolError as error:
             self._metrics.dropped(error.kind)
             return
-        room = PrefillRoom(reserve, n_tokens, self._deadlines, self._clock())
-        req = self.reqs[key] = PrefillRequest(room, request, peer, self.senders[peer])
+        now = self._clock()
+        record = self.records.open(
+            key.room,
+            request.request_id,
+            n_prompt=n_tokens,
+            max_new=1,
+            first=PhaseName.PREFILL_QUEUE,
+            began=now,
+            traceparent=reserve.traceparent,
+        )
+        record.attempt(key.epoch, peer.name, None, 0)
+        room = PrefillRoom(reserve, n_tokens, self._deadlines, now)
+        req = self.reqs[key] = PrefillRequest(room, request, peer, self.senders[peer], record)
         self._hooks.entered(room.phase)
         self.step(req, reserve if failure is None else GivenUp(failure))
         if isinstance(reserve.request, RoutedRequest):
@@ -336,11 +382,12 @@ class PrefillRoomManager:
 
     def step(self, req: PrefillRequest, event: PrefillEvent) -> None:
         """Feeds one event to one room. An exception fails this room only, and what else was to be done is done."""
-        phase = req.room.phase
+        phase, now = req.room.phase, self._clock()
         try:
-            actions = req.room.handle(event, self._clock())
+            actions = req.room.handle(event, now)
             if req.room.phase is not phase:
                 self._hooks.entered(req.room.phase)
+                self._note_phase(req, now)
         except Exception as error:
             log.exception("%s failed on %s", req.key, type(event).__name__)
             self._fail(req, event, error)
@@ -352,6 +399,20 @@ class PrefillRoomManager:
                 log.exception("%s failed on %s", req.key, type(action).__name__)
                 self._fail(req, action, error)
         self.routed_rooms.moved(req)
+
+    def _note_phase(self, req: PrefillRequest, now: float) -> None:
+        """A room has entered another phase: so does its record, or it ends."""
+        record, room = req.record, req.room
+        name = _RECORDED_PHASES.get(room.phase)
+        if name is not None:
+            record.enter(name, now)
+        elif room.failure is not None:
+            record.attempt_failed(room.failure)
+            self.records.end(record, room.failure.code, now, room.failure)
+        elif room.done is not None:
+            record.moved(room.done)
+            record.n_generated = record.n_steps = int(req.first is not None)
+            self.records.end(record, "committed", now)
 
     def _fail(self, req: PrefillRequest, at: PrefillEvent | PrefillAction, error: Exception) -> None:
         if req.room.active and not isinstance(at, GivenUp):
@@ -405,13 +466,12 @@ class PrefillRoomManager:
         del self.reqs[key]
         if req in self.queue:
             self.queue.remove(req)
-        req.end(action.reason or action.outcome).log()
         self._metrics.room_ended(action.outcome, action.reason)
         for phase, seconds in room.phase_s.items():
             self._metrics.phase(phase, seconds)
         if action.outcome == "committed" and room.done is not None:
             self._metrics.phase("digest", room.done.timings.digest_s)
-            self._metrics.transferred({sent.component: sent.nbytes for sent in room.done.sent}, room.done.pieces)
+            self._metrics.transferred(req.peer.name, room.done)
         if not req.peer.lost:
             self.tombstones.add(key, room.failure, clean=action.clean)
         if action.clean:
@@ -429,6 +489,10 @@ class PrefillRoomManager:
             case ChunkComputed():
                 self._queue_moved()
                 self.step(req, Advanced(event.n_computed))
+            case PromptScored():
+                if req.scores_kept is not None:
+                    req.scores_kept += event.rows
+                self.step(req, Scored(event.rows))
             case PrefillFinished():
                 req.first = event.first
                 self.step(req, Computed(event.digests, event.prefill_s, event.digest_s))

@@ -7,6 +7,7 @@ from server.cache.layout import Placement
 from server.cache.owners import WrongOwner
 from server.cache.specs import LayoutError
 from server.engine.events import Prefill
+from server.engine.prompt_logprobs import over_limit
 from server.engine.request import GenerationRequest
 from server.failure import Failure, internal_error
 from server.node.context import NodeContext, NodeSettings
@@ -35,6 +36,8 @@ class RoomMemory:
         if n > self._max_tokens:
             reason = f"the prompt has {n} tokens, the prefill node computes at most {self._max_tokens}"
             return Failure("context_length_exceeded", reason)
+        if (too_much := over_limit(n, request.sampling.prompt_logprobs)) is not None:
+            return Failure("bad_sampling", too_much)
         try:
             check_holds(Side(peer.layout, Placement(reserve.slot, reserve.pages)), n, reserve.components)
             for name in reserve.components:
@@ -50,6 +53,7 @@ class RoomMemory:
         if placement is None:
             return False
         req.placement = placement
+        req.record.placed(placement.slot, len(placement.pages))
         self._arena.owners.stamp(placement, key.owner)
         return True
 

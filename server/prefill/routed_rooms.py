@@ -16,13 +16,15 @@ import msgspec
 
 from server.cache.handoff import prompt_hash
 from server.engine.generation import NodeGeneration
+from server.engine.prompt_logprobs import PromptLogprobs
 from server.engine.request import FinishReason, GenerationRequest, RouteInfo, TokenizerLike, TokenLogprob, TokenOutput
 from server.engine.stopping import OutputProcessor
 from server.failure import Failure, RequestFailed, internal_error
-from server.node.request_log import RequestEnd
 from server.prefill.decode_peer import DecodePeer
 from server.prefill.request import PrefillRequest
 from server.prefill.room import PrefillEvent, PrefillPhase, failed_message
+from server.telemetry.record import PhaseName
+from server.telemetry.rooms import RoomRecords
 from server.transfer.protocol import RequestArrived, RoutedRequest, Waiting, Writes, ids_of
 from server.transfer.rooms import GivenUp, RoomKey, Tombstones
 
@@ -71,12 +73,6 @@ class _HttpHalf:
     other: _DecodeHalf | None = None
     req: PrefillRequest | None = None
 
-    def end(self, outcome: str, now: float) -> RequestEnd:
-        """What is logged of a request that never got a room; a room has a line of its own."""
-        waited_s = {"queue": now - self.came}
-        n_prompt = len(self.request.prompt_ids)
-        return RequestEnd(self.request.request_id, self.room, "decode", "none", n_prompt, 0, waited_s, outcome)
-
 
 @dataclass
 class _Ended:
@@ -97,7 +93,8 @@ class RoutedRooms:
     """The halves of rooms that have not met, and the clients here of those that have.
 
     ``step`` hands a room an event; a room that is over here leaves one of ``tombstones``. ``address`` is this node's
-    bootstrap ``host:port``, for the clients. ``pair_s`` in seconds, by ``clock``.
+    bootstrap ``host:port``, for the clients. ``pair_s`` in seconds, by ``clock``. ``records`` gets those of requests
+    that never met a decode node; a room has its own.
     """
 
     def __init__(
@@ -107,6 +104,7 @@ class RoutedRooms:
         tokenizer: TokenizerLike,
         pair_s: float,
         clock: Callable[[], float],
+        records: RoomRecords,
     ) -> None:
         self.address = ""
         self._step = step
@@ -114,6 +112,7 @@ class RoutedRooms:
         self._tokenizer = tokenizer
         self._pair_s = pair_s
         self._clock = clock
+        self._records = records
         self._http: dict[int, _HttpHalf] = {}
         self._decode: dict[int, _DecodeHalf] = {}
         self._joined: dict[RoomKey, _HttpHalf] = {}
@@ -189,9 +188,22 @@ class RoutedRooms:
 
     def _fail(self, half: _HttpHalf, failure: Failure) -> None:
         if half.req is None:
-            half.end(failure.code, self._clock()).log()
+            self._record_alone(half, failure)
         self._let_go(half)
         half.generation.fail(_for_client(failure))
+
+    def _record_alone(self, half: _HttpHalf, failure: Failure) -> None:
+        request = half.request
+        record = self._records.open(
+            half.room,
+            request.request_id,
+            n_prompt=len(request.prompt_ids),
+            max_new=1,
+            first=PhaseName.PAIR,
+            began=half.came,
+            traceparent=request.traceparent,
+        )
+        self._records.end(record, failure.code, self._clock(), failure)
 
     def _let_go(self, half: _HttpHalf) -> None:
         """The request is answered: what its room still does does not concern a later one with the same id."""
@@ -265,6 +277,7 @@ class RoutedRooms:
         if half.req is not None or (half.other is not None and half.other.key != req.key):
             return _not_yours(room)
         half.req, self._joined[req.key] = req, half
+        req.record.waited_before(PhaseName.PAIR, half.came)
         if not req.room.active:
             self.moved(req)
             return None
@@ -278,7 +291,20 @@ class RoutedRooms:
             )
             return Failure("prompt_mismatch", reason)
         req.request = replace(req.request, prompt_ids=prompt)
+        self._keep_scores(half.request, req)
         return None
+
+    @staticmethod
+    def _keep_scores(asked: GenerationRequest, req: PrefillRequest) -> None:
+        """The log probabilities of the prompt that the client here asks for stay here: the decode node asks for its
+        own. If both do, they get the same.
+        """
+        if asked.sampling.prompt_logprobs is None:
+            return
+        req.scores_kept = bytearray()
+        if (sampling := req.request.sampling).prompt_logprobs is None:
+            sampling = replace(sampling, prompt_logprobs=asked.sampling.prompt_logprobs)
+            req.request = replace(req.request, sampling=sampling)
 
     def moved(self, req: PrefillRequest) -> None:
         """After every event of a room: reports its end to the client here, if it has one."""
@@ -297,6 +323,9 @@ class RoutedRooms:
             output = _first_output(self._tokenizer, half.request, req.first)
             self._let_go(half)
             half.generation.set_route(RouteInfo(self.address, half.room))
+            n_top = req.request.sampling.prompt_logprobs
+            if req.scores_kept is not None and n_top is not None:
+                half.generation.prompt_logprobs = PromptLogprobs(n_top, req.scores_kept)
             half.generation.put(output)
         elif room.failure is not None and not room.active:
             self._end(half, room.failure)
@@ -356,7 +385,9 @@ def _for_client(failure: Failure) -> RequestFailed:
 
 
 def _first_output(tokenizer: TokenizerLike, request: GenerationRequest, first: TokenLogprob) -> TokenOutput:
-    """The whole answer of a prefill node: the first token, as if it had been asked for one."""
+    """The whole answer of a prefill node: the first token, as if it had been asked for one; none if none was wanted."""
+    if not request.sampling.max_tokens:
+        return TokenOutput((), "", finish_reason=FinishReason.LENGTH)
     processor = OutputProcessor(tokenizer, replace(request.sampling, max_tokens=1), request.prompt_ids)
     output = processor.feed((first.token_id,), (first,)) or TokenOutput((first.token_id,), "")
     return msgspec.structs.replace(output, finish_reason=FinishReason.LENGTH, stop_reason=None)

@@ -15,7 +15,7 @@ from server.cache.live import LIVE_RULES
 from server.cache.specs import DRAFT, SWA, Scope
 from server.transfer.engines.base import TransferEngine
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised whenever a message changes. Peers of different versions refuse each other."""
 
 ABSENT = "absent"

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from server.cache.allocator import Allocator, ItemState
-from server.failure import Failure
+from server.failure import KINDS, Failure
+from server.transfer.checks import PLACEMENT, Check
+from server.transfer.manifest import AUTH, PEERS, Manifest
+from server.transfer.protocol import Done
 
 _PHASE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+PHASES = {
+    "decode": ("admission", "reserve", "queued", "prefill", "transfer", "verify"),
+    "prefill": ("queued", "prefill", "digest", "transfer", "commit"),
+}
+"""Of ``pd_phase_seconds``, by role."""
+DROPPED = (
+    "garbage", "corrupt", "malformed", "oversize", "version", "direction", "stale", "refused", "error",
+)  # fmt: skip
+"""Of ``pd_control_frames_dropped_total``; docs/protocol.md says what they are."""
+HANDSHAKES = ("key", "mechanism", "address", "protocol", "broken_off")
+"""Of ``pd_control_handshakes_refused_total``."""
 
 
 class NodeMetrics:
@@ -18,10 +34,29 @@ class NodeMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self._known_peers: set[str] = set()
         self._bytes = Counter(
             "pd_transfer_bytes", "State bytes transferred, by component.", ["component"], registry=registry
         )
         self._pieces = Counter("pd_transfer_pieces", "Contiguous writes that carried them.", registry=registry)
+        self._peer_bytes = Counter(
+            "pd_peer_transfer_bytes", "State bytes transferred, by the other node.", ["peer"], registry=registry
+        )
+        self._peer_pieces = Counter(
+            "pd_peer_transfer_pieces", "Contiguous writes, by the other node.", ["peer"], registry=registry
+        )
+        self._peer_seconds = Counter(
+            "pd_peer_transfer_seconds",
+            "Time in which a room's writes were under way, by the other node. Bytes by it are the speed.",
+            ["peer"],
+            registry=registry,
+        )
+        self._speed = Gauge(
+            "pd_kv_transfer_speed_gb_s",
+            "Speed of the last room's transfer in GB/s, by the other node.",
+            ["peer"],
+            registry=registry,
+        )
         self._rooms = Counter("pd_rooms", "Rooms that ended, by how and why.", ["outcome", "reason"], registry=registry)
         self._phase = Histogram(
             "pd_phase_seconds", "Time a room spent in a phase.", ["phase"], buckets=_PHASE_BUCKETS_S, registry=registry
@@ -39,8 +74,8 @@ class NodeMetrics:
         )
         self._slots = Gauge("pd_slots", "Request slots, by state.", ["state"], registry=registry)
         self._pages = Gauge("pd_pages", "KV pages, by state.", ["state"], registry=registry)
-        self._queued = Gauge("pd_queued_requests", "Requests waiting for a slot and pages.", registry=registry)
-        self._running = Gauge("pd_running_requests", "Requests that hold a slot.", registry=registry)
+        self._queued = Gauge("pd_num_requests_waiting", "Requests waiting for a slot and pages.", registry=registry)
+        self._running = Gauge("pd_num_requests_running", "Requests that hold a slot.", registry=registry)
         self._peers = Gauge("pd_peers", "Peers with a valid registration.", registry=registry)
         self._dropped = Counter(
             "pd_control_frames_dropped",
@@ -98,10 +133,78 @@ class NodeMetrics:
         self._peers.set_function(peers)
         self._quarantine.set_function(quarantine_s)
 
-    def transferred(self, nbytes: Mapping[str, int], n_pieces: int) -> None:
-        for component, count in nbytes.items():
-            self._bytes.labels(component).inc(count)
+    def expect(self, role: str, components: Sequence[str]) -> None:
+        """Every series that the node of ``role`` may have exists from now on: a graph that has none shows a mistake."""
+        for component in components:
+            self._bytes.labels(component)
+            for check in (*Check, PLACEMENT):
+                self._checks.labels(check, component)
+        for state in ItemState:
+            self._slots.labels(state.value)
+            self._pages.labels(state.value)
+        self._rooms.labels("committed", "")
+        self._rooms.labels("aborted", "aborted")
+        for code, kind in KINDS.items():
+            if code != "aborted":
+                self._rooms.labels("failed", code)
+            if kind.may_be_retried and role == "decode":
+                self._retries.labels(code)
+        for phase in PHASES[role]:
+            self._phase.labels(phase)
+        for reason in DROPPED:
+            self._dropped.labels(reason)
+        for field in (AUTH, PEERS, "other", *(field.name for field in msgspec.structs.fields(Manifest))):
+            self._refusals.labels(field)
+        for reason in HANDSHAKES if role == "prefill" else ():
+            self._handshakes.labels(reason)
+
+    def peer_known(self, peer: str) -> None:
+        """``peer`` is registered, or may be: it has its series from now on."""
+        self._known_peers.add(peer)
+        for metric in self._of_peer:
+            metric.labels(peer)
+
+    def peer_gone(self, peer: str) -> None:
+        """It will never come back."""
+        self._known_peers.discard(peer)
+        for metric in self._of_peer:
+            metric.remove(peer)
+
+    def transferred(self, peer: str, done: Done) -> None:
+        """A room's whole state went to, or came from, ``peer``."""
+        nbytes, n_pieces, writing_s = 0, sum(done.pieces.values()), done.timings.writing_s
+        for sent in done.sent:
+            self._bytes.labels(sent.component).inc(sent.nbytes)
+            nbytes += sent.nbytes
         self._pieces.inc(n_pieces)
+        if peer not in self._known_peers:
+            return  # it is gone; its series must not come back
+        self._peer_bytes.labels(peer).inc(nbytes)
+        self._peer_pieces.labels(peer).inc(n_pieces)
+        self._peer_seconds.labels(peer).inc(writing_s)
+        if writing_s:
+            self._speed.labels(peer).set(nbytes / writing_s / 1e9)
+
+    def moved(self) -> dict[str, Any]:
+        """What was transferred so far: ``nbytes`` by component, ``pieces``, and the same of each of the ``peers``."""
+        nbytes, pieces, seconds = (_values(m) for m in (self._peer_bytes, self._peer_pieces, self._peer_seconds))
+        return {
+            "nbytes": {component: int(n) for component, n in _values(self._bytes).items()},
+            "pieces": int(_values(self._pieces)[""]),
+            "peers": [
+                {
+                    "peer": peer,
+                    "nbytes": int(nbytes[peer]),
+                    "pieces": int(pieces[peer]),
+                    "gb_s": nbytes[peer] / seconds[peer] / 1e9 if seconds[peer] else None,
+                }
+                for peer in nbytes
+            ],
+        }
+
+    @property
+    def _of_peer(self) -> tuple[Counter | Gauge, ...]:
+        return self._peer_bytes, self._peer_pieces, self._peer_seconds, self._speed
 
     def room_ended(self, outcome: str, reason: str) -> None:
         self._rooms.labels(outcome, reason).inc()
@@ -131,6 +234,16 @@ class NodeMetrics:
 
     def fenced(self) -> None:
         self._fences.inc()
+
+
+def _values(counter: Counter) -> dict[str, float]:
+    """What a counter with one label, or none, has counted, by that label's value."""
+    return {
+        next(iter(sample.labels.values()), ""): sample.value
+        for metric in counter.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    }
 
 
 def _count(allocator: Allocator, kind: str, state: ItemState) -> float:

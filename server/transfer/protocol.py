@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple, TypedDict
+from typing import Annotated, Literal, NamedTuple, TypedDict
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from server.failure import Failure, FailureKind
 from server.transfer.manifest import PROTOCOL_VERSION, Count, Incarnation, Manifest, Name, Positive, ShortText
+from server.transfer.parts import PART_NBYTES
 
 MAX_FRAME_NBYTES = 8 << 20
 """Cap of a ``Reserve`` (a prompt of a million tokens is 4 MiB)."""
@@ -34,6 +35,12 @@ HEADER_NBYTES = len(_PREFIX) + 8
 RoomId = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
 Reason = Annotated[str, Meta(max_length=1000)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
+ClockReading = Annotated[float, Meta(ge=0.0, le=1e12)]
+TraceParent = Annotated[str, Meta(max_length=55, pattern="^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")]
+"""The W3C header of this name."""
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenBias = tuple[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]]
+BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=1024)]
 ItemIds = Annotated[tuple[Annotated[int, Meta(ge=1, le=2**31 - 1)], ...], Meta(max_length=1 << 17)]
 
 
@@ -188,19 +195,35 @@ def ids_of(message: RoomMessage) -> RoomIds:
     return room_ids(registration_of(message), message.room, message.epoch)
 
 
+class WireGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the whole answer must match; the fields are those of ``Grammar``."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: Annotated[str, Meta(max_length=1 << 16)]
+
+
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All sampling parameters, field for field those of ``SamplingParams``: P chooses the first token with them."""
 
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     temperature: Annotated[float, Meta(ge=0.0, le=1e6)]
     top_p: Annotated[float, Meta(ge=0.0, le=1.0)]
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None
     stop: Annotated[tuple[Annotated[str, Meta(max_length=4096)], ...], Meta(max_length=64)]
-    stop_token_ids: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...], Meta(max_length=1024)]
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=1024)]
     ignore_eos: bool
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=1e6)] = 1.0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    logit_bias: Annotated[tuple[TokenBias, ...], Meta(max_length=1024)] = ()
+    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=1024)] = ()
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=4096)] | None = None
+    grammar: WireGrammar | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
 class RoomRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -237,6 +260,7 @@ class Reserve(RoomMessage, frozen=True, tag="Reserve"):
 
     ``slot`` and ``pages`` are D's memory, page ``j`` for positions ``j * page_size ..``, just enough for the prompt.
     ``components`` are the names D wants. ``silence_s``: D gives the room up after this long without a sign of life.
+    ``traceparent`` is the span of D's that P's part belongs to, if the request is traced.
     """
 
     slot: Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -244,6 +268,7 @@ class Reserve(RoomMessage, frozen=True, tag="Reserve"):
     components: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]
     request: RoomRequest | RoutedRequest
     silence_s: Seconds
+    traceparent: TraceParent | None = None
 
 
 class Reserved(RoomMessage, frozen=True, tag="Reserved"):
@@ -255,6 +280,30 @@ class Progress(RoomMessage, frozen=True, tag="Progress"):
 
     phase: RemotePhase
     n_computed: Count
+
+
+class PromptLogprobsPart(RoomMessage, frozen=True, tag="PromptLogprobsPart"):
+    """P -> D, in a room whose ``prompt_logprobs`` is set, and again until D has it: what the prompt's tokens at the
+    positions from ``start`` on would have been given.
+
+    ``rows`` are those of :class:`server.engine.prompt_logprobs.PromptLogprobs`, one behind the other.
+    """
+
+    start: Positive
+    rows: Annotated[bytes, Meta(min_length=1, max_length=PART_NBYTES)]
+
+
+class PromptLogprobsReceived(RoomMessage, frozen=True, tag="PromptLogprobsReceived"):
+    """D -> P, the answer to every ``PromptLogprobsPart``: the rows of all positions before ``stop`` are there."""
+
+    stop: Positive
+
+
+class SentPromptLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was sent in all of a room's parts: ``n_rows`` rows, with ``digest`` (xxh3_64) over them."""
+
+    n_rows: Count
+    digest: int
 
 
 class Sent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -271,24 +320,36 @@ class Sent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where P's time went, in seconds."""
+    """Where P's time went, in seconds of its clock.
 
+    ``received_at`` it got the ``Reserve``. From then until it sent ``Done`` there are three phases that touch each
+    other: ``queued_s``, ``prefill_s`` and ``transfer_s``. Of the second one the engine computed for ``compute_s``, in
+    ``chunks`` steps, and took digests for ``digest_s``. ``writing_s`` is how long a batch of pieces was under way.
+    """
+
+    received_at: ClockReading
     queued_s: Seconds
     prefill_s: Seconds
-    digest_s: Seconds
     transfer_s: Seconds
+    compute_s: Seconds
+    digest_s: Seconds
+    writing_s: Seconds
+    chunks: Count
 
 
 class Done(RoomMessage, frozen=True, tag="Done"):
-    """P -> D, only after every piece ended applied, and again until answered.
+    """P -> D, only after every piece ended applied and every ``PromptLogprobsPart`` was answered, and again until
+    answered.
 
-    ``n`` prompt tokens, ``sent`` one entry per component.
+    ``n`` prompt tokens, ``sent`` one entry per component. ``pieces`` are contiguous writes by component, or ``pages``
+    where several components of whole pages are written at once.
     """
 
     n: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     sent: Annotated[tuple[Sent, ...], Meta(min_length=1, max_length=64)]
-    pieces: Count
+    pieces: Annotated[dict[Name, Count], Meta(max_length=65)]
     timings: Timings
+    prompt_logprobs: SentPromptLogprobs | None = None
 
 
 class Committed(RoomMessage, frozen=True, tag="Committed"):
@@ -332,8 +393,11 @@ class Quiesced(RoomMessage, frozen=True, tag="Quiesced"):
     """P -> D: no write of this room is or will be under way, so D may use its memory again."""
 
 
-FromDecode = Register | Ping | Probe | Waiting | Reserve | Committed | Rejected | Abort
-FromPrefill = Registered | Refused | Pong | ProbeDone | RequestArrived | Reserved | Progress | Done | Failed | Quiesced
+FromDecode = Register | Ping | Probe | Waiting | Reserve | PromptLogprobsReceived | Committed | Rejected | Abort
+FromPrefill = (
+    Registered | Refused | Pong | ProbeDone | RequestArrived | Reserved | Progress | PromptLogprobsPart | Done | Failed
+    | Quiesced
+)  # fmt: skip
 AnyMessage = FromDecode | FromPrefill
 
 _encoder = msgspec.msgpack.Encoder()

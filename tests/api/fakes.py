@@ -7,6 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from server.engine.prompt_logprobs import PromptLogprobs
 from server.engine.request import (
     FinishReason,
     GenerationRequest,
@@ -19,8 +22,10 @@ from server.engine.request import (
 from server.engine.stopping import OutputProcessor
 from server.engine.tokenizer import Tokenizer
 from server.failure import Failure, RequestFailed
+from tests.support.fake_scores import rows_of
 
 ANSWER = "Tom has 42 äpfel 🦊"
+KEPT_ROOM = 2**63 - 1
 
 
 @dataclass
@@ -65,6 +70,7 @@ class FakeGeneration:
         self.known_route: RouteInfo | None = None
         self.aborted = False
         self.ended = False
+        self._has_spoken = False
         self._playing: asyncio.Task[None] | None = None
 
     def listen(self, on_item: Callable[[TokenOutput | RequestFailed], object]) -> None:
@@ -80,6 +86,10 @@ class FakeGeneration:
             self.known_route = await self._route()
             async for output in self._outputs():
                 self.ended = output.finish_reason not in (None, FinishReason.ABORT)
+                if (n_top := self.request.sampling.prompt_logprobs) is not None and not self._has_spoken:
+                    found = PromptLogprobs(n_top, rows_of(self.request.prompt_ids, n_top))
+                    output = msgspec.structs.replace(output, prompt_logprobs=found)
+                self._has_spoken = True
                 on_item(output)
         except RequestFailed as failure:
             on_item(failure)
@@ -95,6 +105,9 @@ class FakeGeneration:
         return RouteInfo("local" if self.room is None else "10.0.0.1:8998", self.room, n_retries=self.script.n_retries)
 
     async def _outputs(self) -> AsyncIterator[TokenOutput]:
+        if not self.request.sampling.max_tokens:
+            yield TokenOutput((), "", finish_reason=FinishReason.LENGTH)
+            return
         processor = OutputProcessor(self.tokenizer, self.request.sampling, self.request.prompt_ids)
         ids = self.script.answer_ids
         ids = [*(self.tokenizer.encode(self.script.answer)[1:] if ids is None else ids), 1]
@@ -150,6 +163,15 @@ class FakeBackend:
 
     def server_info(self) -> dict[str, Any]:
         return {"model_path": "/models/tiny", "architectures": ["DeepseekV4ForCausalLM"], "pages": 64}
+
+    def rooms(self, limit: int) -> dict[str, Any]:
+        return {"node": self.role, "limit": limit}
+
+    def room(self, room: int) -> dict[str, Any] | None:
+        return {"room": str(room)} if room == KEPT_ROOM else None
+
+    def state(self) -> dict[str, Any]:
+        return {"node": self.role}
 
     def load(self) -> dict[str, int]:
         return {

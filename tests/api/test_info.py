@@ -3,8 +3,12 @@ from __future__ import annotations
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from server.engine.tokenizer import Tokenizer
+from server.telemetry.latency import RequestMetrics
+from server.telemetry.record import PhaseName
+from server.telemetry.rooms import RoomRecords
 from tests.api.fakes import FakeBackend
 from tests.api.harness import client_of, complete, error_of
 
@@ -73,6 +77,28 @@ async def test_metrics_show_the_registry_and_the_answers(
     assert 'pd_http_responses_total{route="/v1/completions",status="200"} 1.0' in text
     assert 'pd_http_responses_total{route="/v1/completions",status="400"} 1.0' in text
     assert 'pd_http_responses_total{route="/v1/models/{model_id:path}",status="404"} 1.0' in text
+
+
+@pytest.mark.parametrize(
+    "accept",
+    ["application/openmetrics-text", "application/openmetrics-text;version=1.0.0;escaping=x;q=0.5,text/plain;q=0.2"],
+)
+async def test_openmetrics_where_it_is_asked_for(
+    client: httpx.AsyncClient, registry: CollectorRegistry, accept: str
+) -> None:
+    metrics = RequestMetrics(registry, "decode")
+    records = RoomRecords("decode", 8, lambda: 100.0)
+    record = records.open(2**62, "r", n_prompt=1, max_new=1, first=PhaseName.RECEIVE)
+    record.first_token(100.5)
+    metrics.first_token(record)
+    answer = await client.get("/metrics", headers={"accept": accept})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    exemplars = [sample.exemplar for sample in families["pd_time_to_first_token_seconds"].samples if sample.exemplar]
+    assert [exemplar.labels for exemplar in exemplars] == [{"room": str(2**62)}]
+    plain = await client.get("/metrics", headers={"accept": "text/plain; version=nonsense"})
+    assert plain.headers["content-type"].startswith("text/plain")
+    assert "# EOF" not in plain.text
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/server_info", "/model_info", "/metrics", "/v1/models"])

@@ -6,6 +6,7 @@ import pytest
 
 from server.cache.layout import ArenaLayout, Placement
 from server.cache.owners import Owner, OwnerStamps, WrongOwner
+from server.cache.specs import Scope
 from tests.transfer.support import make_geometry
 
 LAYOUT = ArenaLayout.from_geometry(make_geometry(slots=4, pages=8, draft=True))
@@ -52,3 +53,10 @@ def test_memory_that_is_granted_twice_stays_its_first_owners() -> None:
     stamps.clear(MEMORY, OURS)
     with pytest.raises(WrongOwner, match="nobody"):
         stamps.check(300, MEMORY, LAYOUT.names, OURS)
+
+
+def test_what_holds_a_long_prompt_is_said_by_component_not_by_page() -> None:
+    pages = tuple(range(1, 8))
+    found = OwnerStamps(LAYOUT).items_of(7 * LAYOUT.page_size, Placement(2, pages), LAYOUT.names)
+    assert len({item.component for item in found}) == len(found) <= len(LAYOUT.names)
+    assert {item.items for item in found if item.scope is Scope.PAGE} == {pages}

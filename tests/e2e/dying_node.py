@@ -17,10 +17,10 @@ class Bug(BaseException):
     """What the engine does not catch: the thread ends without a word."""
 
 
-def dying(self: ModelRunner, segments: Sequence[Segment], *, every_row: bool = False) -> ForwardOutput:
+def dying(self: ModelRunner, segments: Sequence[Segment], *, every_row: bool = False, **options: bool) -> ForwardOutput:
     if every_row and next(steps) == 2:
         raise Bug("simulated")
-    return forward(self, segments, every_row=every_row)
+    return forward(self, segments, every_row=every_row, **options)
 
 
 forward, steps = ModelRunner.forward, itertools.count(1)

@@ -249,7 +249,7 @@ def test_kill_9_of_the_decode_node(pair: Pair) -> None:
             prompt.result(30)
     until(pair.p.all_free, KNOWN_S + 1, "P has freed the rooms of the dead decode node")
     until(lambda: pair.p.info()["peers"] == [], KNOWN_S, "P has forgotten the dead decode node")
-    until(lambda: pair.p.metrics()["pd_running_requests"] == 0, 20, "P has forgotten its rooms")
+    until(lambda: pair.p.metrics()["pd_num_requests_running"] == 0, 20, "P has forgotten its rooms")
     assert failed_rooms(pair.p) == before + 2, "given up, as the peer is gone or its memory cannot be written"
     pair.d.start()
     pair.d.wait_for("/ready")

@@ -105,7 +105,7 @@ def test_what_was_prepared_is_used_once(harness: Harness, monkeypatch: pytest.Mo
         made.append(args)
         return OutputProcessor(*args)
 
-    monkeypatch.setattr("server.engine.engine.OutputProcessor", make)
+    monkeypatch.setattr("server.engine.preparation.OutputProcessor", make)
     r, where = request(20, max_tokens=1), Placement(1, (1,))
     for is_scrubbed, n_made in ((False, 1), (True, 3)):
         harness.engine.submit(Prepare("x", r))
@@ -171,9 +171,9 @@ def test_a_chunk_whose_window_may_be_overwritten_is_not_computed_again(
     long, short, forward, submitted = request(100, seed=1), request(20, seed=2), ModelRunner.forward, threading.Event()
     expected = tokens_of(harness.generate([short]), short.request_id)
 
-    def broken(self: ModelRunner, segments: Sequence[Segment], *, every_row: bool = False) -> ForwardOutput:
+    def broken(self: ModelRunner, segments: Sequence[Segment], **options: bool) -> ForwardOutput:
         submitted.wait(TIMEOUT_S)
-        output = forward(self, segments, every_row=every_row)
+        output = forward(self, segments, **options)
         if len(segments) == 2 and segments[0].start == 64:
             raise MemoryError("simulated")
         return output

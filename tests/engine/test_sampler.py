@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from server.engine import sampler
+from server.engine.edits import mask_of
 from server.engine.request import SamplingParams, TokenLogprob
-from server.engine.sampler import Edits, NonFiniteLogits, RowSampling, ranked, uniform
+from server.engine.sampler import NonFiniteLogits, RowSampling, ranked, uniform
 from server.kernels.sampling import EDIT, SampleKernel
 from tests.support.kernel_functions import functions
 
@@ -187,23 +189,54 @@ def test_weights_are_those_of_the_softmax(temperature: float) -> None:
 
 def test_min_p_leaves_what_has_that_part_of_the_best(sample: Sample) -> None:
     logits = torch.tensor([[0.0, 0.5, 0.2, 1.0, 0.5]]).log()
-    rows = [RowSampling(SamplingParams(temperature=1.0), 0, i, min_p=0.3) for i in range(300)]
+    rows = [row(SamplingParams(temperature=1.0, min_p=0.3), position=i) for i in range(300)]
     counts = np.bincount([t.token_id for t in sample(logits.expand(300, -1), rows)], minlength=5)
     assert (counts > 0).tolist() == [False, True, False, True, True]
-    only_best = [RowSampling(SamplingParams(temperature=1.0), 0, i, min_p=1.0) for i in range(50)]
+    only_best = [row(SamplingParams(temperature=1.0, min_p=1.0), position=i) for i in range(50)]
     assert {t.token_id for t in sample(logits.expand(50, -1), only_best)} == {3}
+
+
+PENALIZED = SamplingParams(repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5)
 
 
 def test_edits_are_applied_in_their_order(sample: Sample) -> None:
     logits = torch.tensor([[2.0, -1.0, 4.0, 3.0, 5.0]])
     table = np.array([(0, 3, 0.0), (1, 0, 9.0), (2, -1, 0.5), (3, 1, 0.0), (4, 2, -np.inf), (77, 1, 5.0)], EDIT)
-    edits = Edits(table, repetition=2.0, presence=0.25, frequency=0.5)
     expected = torch.tensor([[2.0 / 2 - 1.5 - 0.25, -2.0 + 9.0, 4.5, 3.0 / 2 - 0.75, -torch.inf]])
-    params = SamplingParams(temperature=1.0, logprobs=5)
+    params = replace(PENALIZED, temperature=1.0, logprobs=5)
     for i in range(30):
-        [edited] = sample(logits, [RowSampling(params, 1, i, edits=edits)])
+        [edited] = sample(logits, [RowSampling(params, 1, i, edits=table)])
         [plain] = sample(expected, [RowSampling(params, 1, i)])
         assert edited.token_id == plain.token_id
         assert [token_id for token_id, _ in edited.top] == [4, 2, 3, 0, 1], "log probabilities are of the raw logits"
-    [best] = sample(logits, [RowSampling(GREEDY, 1, 1, banned=frozenset({1}), edits=edits)])
+    [best] = sample(logits, [RowSampling(params, 1, 1, banned=frozenset({1}), edits=table)])
     assert best.token_id == 2, "a ban and an edit of the same token"
+
+
+def test_an_edit_of_the_row_takes_the_place_of_the_request_s(sample: Sample) -> None:
+    logits = torch.tensor([[4.0, 3.9, 0.0]])
+    request = np.array([(0, -1, 0.0), (1, 5, 0.0)], EDIT)
+    assert sample(logits, [RowSampling(PENALIZED, 1, 1, edits=request)])[0].token_id == 0
+    own = np.array([(1, 0, 3.0)], EDIT)  # 3.9 / 2 + 3, and not also the request's penalties
+    assert sample(logits, [RowSampling(PENALIZED, 1, 1, edits=request, own=own)])[0].token_id == 1
+
+
+def test_a_mask_lets_through_what_it_names_and_nothing_behind_its_end(sample: Sample) -> None:
+    logits = torch.zeros(1, 100)
+    logits[0, [3, 40, 99]] = torch.tensor([1.0, 2.0, 3.0])
+    for allowed, best in [((3, 40), 40), ((3, 5), 3), ((0, 99), 99), ((7,), 7)]:
+        assert sample(logits, [RowSampling(GREEDY, 1, 1, mask=mask_of(allowed))])[0].token_id == best
+    drawn = RowSampling(SamplingParams(temperature=1.0, top_k=5), 1, 1, mask=mask_of((3, 40)))
+    assert sample(logits, [drawn])[0].token_id in (3, 40)
+    biased = np.array([(99, -1, 100.0)], EDIT)
+    assert sample(logits, [RowSampling(GREEDY, 1, 1, edits=biased, mask=mask_of((3, 40)))])[0].token_id == 40
+
+
+def test_a_row_whose_request_forbids_everything_is_told_from_a_broken_one(sample: Sample) -> None:
+    logits = torch.zeros(3, 8)
+    logits[1, 3] = torch.nan
+    nothing = np.zeros(1, np.uint32)
+    with pytest.raises(NonFiniteLogits, match=r"\[2\] the request itself forbids every token") as failure:
+        sample(logits, [row(), row(), RowSampling(GREEDY, 1, 1, mask=nothing)])
+    assert failure.value.rows == (1, 2)
+    assert failure.value.emptied == {2}

@@ -17,7 +17,7 @@ from server.engine.events import ComputeFailed, Event, Output, Prefill, PrefillF
 from server.engine.request import GenerationRequest, SamplingParams, TokenLogprob
 from server.engine.runner import ModelRunner
 from server.engine.sampler import RowSampling, sample
-from server.engine.speculation import ChainStart, accepted
+from server.engine.speculation import ChainStart, DraftState, accepted
 from server.engine.tokenizer import Tokenizer
 from server.model.interface import LoadedModel
 from tests.engine.harness import Harness, tokens_of
@@ -89,7 +89,7 @@ def test_right_and_wrong_drafts_mixed_in_one_batch(
     rng = random.Random(0)
     by_slot = {i + 1: r for i, r in enumerate(batch)}
 
-    def propose(runner: ModelRunner, starts: Sequence[ChainStart]) -> list[list[int]]:
+    def propose(runner: ModelRunner, starts: Sequence[ChainStart], kernel: object) -> list[list[int]]:
         drafts = []
         for s in starts:
             prompt = by_slot[s.placement.slot].prompt_ids
@@ -111,7 +111,7 @@ def test_stops_cut_inside_an_accepted_run(harness: Callable[..., Harness], monke
     (r,) = requests([30])
     answer = texts(harness(0).generate([r]), [r])[0]
 
-    def propose(runner: ModelRunner, starts: Sequence[ChainStart]) -> list[list[int]]:
+    def propose(runner: ModelRunner, starts: Sequence[ChainStart], kernel: object) -> list[list[int]]:
         return [answer[s.start + len(s.next_ids) - 30 + 1 :][: s.n_draft] for s in starts]
 
     monkeypatch.setattr(engine_module, "propose", propose)
@@ -131,7 +131,7 @@ def test_drafts_that_stand_behind_the_end_are_not_counted(
     (r,) = requests([30])
     answer = texts(harness(0).generate([r]), [r])[0]
 
-    def propose(runner: ModelRunner, starts: Sequence[ChainStart]) -> list[list[int]]:
+    def propose(runner: ModelRunner, starts: Sequence[ChainStart], kernel: object) -> list[list[int]]:
         return [answer[s.start + len(s.next_ids) - 30 + 1 :][: s.n_draft] for s in starts]
 
     monkeypatch.setattr(engine_module, "propose", propose)
@@ -218,3 +218,10 @@ def test_verified_drafts_keep_the_targets_distribution() -> None:
             expected = n * float(chances[first, a] * chances[a, b])
             statistic += (counts.get((a, b), 0) - expected) ** 2 / expected
     assert statistic < 52.6  # chi-square, 24 degrees of freedom: exceeded once in a thousand runs of the right sampler
+
+
+def test_the_streams_after_a_prompt_do_not_keep_those_of_its_whole_chunk() -> None:
+    chunk = torch.arange(512.0 * 4 * 8).reshape(512, 4, 8)
+    state = DraftState.after_prompt(chunk[511])
+    assert torch.equal(state.streams, chunk[511:])
+    assert state.streams.untyped_storage().nbytes() == 4 * 8 * 4

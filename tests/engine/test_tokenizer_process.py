@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -160,3 +162,16 @@ def test_a_job_that_is_over_ends_nothing_when_it_is_cancelled(process: Tokenizer
     process.cancel(over)
     assert process.encode(EncodingJob(["Tom"]))
     assert process.pid == pid
+
+
+def test_a_process_that_nobody_closes_ends_with_its_owner(tokenizer: Tokenizer) -> None:
+    process = tokenizer.process()
+    process.start()
+    pid = process.pid
+    assert pid is not None
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        del process
+        gc.collect()
+    assert [str(warning.message) for warning in warned] == []
+    assert not is_running(pid)

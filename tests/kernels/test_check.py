@@ -61,6 +61,10 @@ class Arrays:
         address = getattr(self.step, name)
         ctypes.c_int64.from_address(address + 8 * index).value = value
 
+    def add_segment(self) -> None:
+        """Tells the kernels of a third segment: what lies behind the arrays of two is no row of it."""
+        self.step.segments = 3
+
     def move(self, start: int) -> None:
         """Lets the second segment begin at ``start``."""
         self.set("start", 1, start)
@@ -84,9 +88,12 @@ CHANGES: dict[str, tuple[abi.Status, int, Callable[[Arrays], None]]] = {
     "window from later on": (abi.Status.BAD_SEGMENT, 0, lambda a: a.set("valid_from", 0, 7)),
     "negative start of the window": (abi.Status.BAD_SEGMENT, 4, lambda a: a.set("valid_from", 1, -1)),
     "slot above the arena's": (abi.Status.BAD_SLOT, 4, lambda a: a.set("slot", 1, SLOTS)),
+    "slot of nobody": (abi.Status.BAD_SLOT, 0, lambda a: a.set("slot", 0, 0)),
     "negative slot": (abi.Status.BAD_SLOT, 0, lambda a: a.set("slot", 0, -1)),
     "page above the arena's": (abi.Status.BAD_PAGE, 5, lambda a: a.set("pages", 3, PAGES)),
+    "page of nobody": (abi.Status.BAD_PAGE, 5, lambda a: a.set("pages", 3, 0)),
     "negative page": (abi.Status.BAD_PAGE, 3, lambda a: a.set("pages", 0, -1)),
+    "segment without rows": (abi.Status.BAD_SEGMENT, -1, lambda a: a.add_segment()),
     "too few pages": (abi.Status.BAD_PAGE, 3, lambda a: setattr(a.step, "max_pages", 0)),
     "logits of no row": (abi.Status.BAD_SEGMENT, 6, lambda a: a.set("wanted", 1, 6)),
 }
@@ -101,7 +108,7 @@ def test_step_is_refused_by_name_and_row_and_writes_nothing(bound: Bound, change
     logits = torch.full((2, bound.config.vocab_size), -1.0)
     detail = ctypes.c_int64(-7)
     functions, network = bound.functions, bound.network
-    assert functions.kernels_forward(network, arrays.step, logits.data_ptr(), None, detail) == status
+    assert functions.kernels_forward(network, arrays.step, logits.data_ptr(), None, None, detail) == status
     assert detail.value == row
     assert torch.equal(bound.arena.buffer, before)
     assert (logits == -1).all()
@@ -110,7 +117,7 @@ def test_step_is_refused_by_name_and_row_and_writes_nothing(bound: Bound, change
 def test_a_step_that_is_well_made_runs_without_outputs(bound: Bound) -> None:
     detail = ctypes.c_int64(-7)
     arrays = Arrays()
-    assert bound.functions.kernels_forward(bound.network, arrays.step, None, None, detail) == abi.Status.OK
+    assert bound.functions.kernels_forward(bound.network, arrays.step, None, None, None, detail) == abi.Status.OK
     assert detail.value == -1
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from server.engine.edits import Table, mask_of
 from server.engine.request import SamplingParams, TokenLogprob
-from server.engine.sampler import Edits, NonFiniteLogits, RowSampling, sample
+from server.engine.sampler import NonFiniteLogits, RowSampling, sample
 from server.kernels.sampling import EDIT, SampleKernel
 from tests.support.kernel_functions import EVERY_ISA, functions
 
@@ -31,34 +32,44 @@ def draw_logits(rng: Rng, n_rows: int) -> torch.Tensor:
     return torch.from_numpy(logits)
 
 
+def draw_table(rng: Rng, vocab_size: int) -> Table:
+    table = np.zeros(30, EDIT)
+    table["token"] = rng.choice(vocab_size + 9, 30, replace=False)
+    table["count"] = rng.integers(-1, 4, 30)
+    table["bias"] = rng.choice(np.array([0, 0, 1.5, -2.5, 100, -np.inf], np.float32), 30)
+    return table
+
+
 def draw_row(rng: Rng, vocab_size: int) -> RowSampling:
     params = SamplingParams(
         temperature=float(rng.choice([0, 0.1, 0.8, 1, 1.5, 30])),
         top_p=float(rng.choice([1, 0.999, 0.95, 0.5, 1e-9])),
         top_k=int(rng.choice([0, 0, 0, 1, 3, 50, 1000])),
+        min_p=float(rng.choice([0, 0, 0.05, 1])),
         logprobs=(None, None, 0, 5)[rng.integers(4)],
+        repetition_penalty=float(rng.choice([1, 1.3, 0.7])),
+        presence_penalty=float(rng.choice([0, 0.4])),
+        frequency_penalty=float(rng.choice([0, 0.2])),
     )
     banned: frozenset[int] = frozenset()
-    edits = None
-    if vocab_size > 40 and rng.random() < 0.3:
-        banned = frozenset(rng.integers(0, vocab_size + 9, 4).tolist())
-    if vocab_size > 40 and rng.random() < 0.3:
-        table = np.zeros(30, EDIT)
-        table["token"] = rng.choice(vocab_size, 30, replace=False)
-        table["count"] = rng.integers(-1, 4, 30)
-        table["bias"] = rng.choice(np.array([0, 0, 1.5, -2.5, 100, -np.inf], np.float32), 30)
-        edits = Edits(table, float(rng.choice([1, 1.3, 0.7])), float(rng.choice([0, 0.4])), float(rng.choice([0, 0.2])))
-    min_p = float(rng.choice([0, 0, 0.05, 1]))
-    return RowSampling(params, int(rng.integers(1 << 62)), int(rng.integers(1 << 20)), banned, min_p, edits)
+    edits, own, mask = None, None, None
+    if vocab_size > 40:
+        if rng.random() < 0.3:
+            banned = frozenset(rng.integers(0, vocab_size + 9, 4).tolist())
+        edits = draw_table(rng, vocab_size) if rng.random() < 0.3 else None
+        own = draw_table(rng, vocab_size) if rng.random() < 0.3 else None
+        if rng.random() < 0.3:
+            mask = mask_of(rng.integers(0, vocab_size + 9, int(rng.choice([3, vocab_size]))).tolist())
+    return RowSampling(params, int(rng.integers(1 << 62)), int(rng.integers(1 << 20)), banned, edits, own, mask)
 
 
 def outcome(
     logits: torch.Tensor, rows: list[RowSampling], kernel: SampleKernel | None
-) -> list[TokenLogprob] | tuple[int, ...]:
+) -> list[TokenLogprob] | tuple[object, ...]:
     try:
         return sample(logits, rows, kernel)
     except NonFiniteLogits as error:
-        return error.rows
+        return error.rows, error.emptied
 
 
 def compare(seed: int, n_batches: int) -> None:
@@ -122,9 +133,9 @@ def test_what_is_not_finite_is_seen_wherever_it_stands(value: float, place: int)
     logits = torch.zeros(3, 600)
     logits[1, place] = value
     rows = [RowSampling(SamplingParams(temperature=t), 1, 1) for t in (0.0, 1.0, 0.0)]
-    assert outcome(logits, rows, kernel) == outcome(logits, rows, None) == (1,)
+    assert outcome(logits, rows, kernel) == outcome(logits, rows, None) == ((1,), frozenset())
     spared = [replace(row, banned=frozenset({place})) for row in rows]
-    assert outcome(logits, spared, kernel) == outcome(logits, spared, None) != (1,)
+    assert outcome(logits, spared, kernel) == outcome(logits, spared, None) != ((1,), frozenset())
 
 
 def test_draws_are_those_of_the_written_rule() -> None:

@@ -19,6 +19,9 @@ from server.node.context import NodeSettings
 class Manager:
     """Notes events; fails on one whose key is ``bad``."""
 
+    records: Any = Mock()
+    request_metrics: Any = Mock()
+
     def __init__(self) -> None:
         self.seen: list[object] = []
         self.taken = asyncio.Event()

@@ -50,6 +50,7 @@ from server.faults.spec import FaultSet
 from server.node.context import NodeContext
 from server.prefill.decode_peer import DecodePeer
 from server.prefill.node import PrefillNode, PrefillSettings
+from server.telemetry.traces import TraceExporter
 from server.transfer.auth import Guard
 from server.transfer.engines.base import TransferEngine
 from server.transfer.engines.loopback import LoopbackEngine
@@ -57,6 +58,7 @@ from server.transfer.manifest import ModelIdentity
 from server.transfer.metrics import NodeMetrics
 from server.transfer.protocol import PeerMessage
 from server.transfer.rooms import Deadlines
+from tests.support.fake_scores import scored
 from tests.support.fake_tokenizer import VOCABULARY, FakeTokenizer
 from tests.support.waiting import until
 from tests.transfer.support import IDENTITY, WINDOW, make_geometry
@@ -157,6 +159,8 @@ class FakeEngine(threading.Thread):
         stop = min(n, start + self.chunk_tokens)
         self._steps[command.key] = stop
         self._write(prompt, start, stop, command.placement)
+        for event in scored(command.key, command.request, start, stop):
+            self.on_event(event)
         if stop < n:
             self.on_event(ChunkComputed(command.key, stop))
             return
@@ -179,6 +183,9 @@ class FakeEngine(threading.Thread):
             self.on_event(
                 PrefillFinished(command.key, first, live_digests(self.arena, n, command.placement), 0.01, 0.001)
             )
+        elif not command.request.sampling.max_tokens:
+            self.on_event(Output(command.key, TokenOutput((), "", finish_reason=FinishReason.LENGTH)))
+            self.on_event(Finished(command.key, FinishReason.LENGTH))
         else:
             self._answers[command.key] = (command.request, 0)
             self._emit(command.key)
@@ -264,6 +271,7 @@ class Pair:
         make_transport: Callable[[], TransferEngine] | None = None,
         guard: Guard | None = None,
         host: str = "127.0.0.1",
+        traces: TraceExporter | None = None,
     ) -> NodeUnderTest:
         settings = PrefillSettings(
             model_name="fake",
@@ -274,7 +282,7 @@ class Pair:
             deadlines=deadlines,
             max_queue=max_queue,
         )
-        bare = _bare(geometry or make_geometry(), 11, make_transport or self.transport, identity, faults)
+        bare = _bare(geometry or make_geometry(), 11, make_transport or self.transport, identity, faults, traces=traces)
         bare.node = PrefillNode(settings, bare.parts)
         return await self._start(bare)
 
@@ -289,6 +297,7 @@ class Pair:
         faults: tuple[str, ...] = (),
         guard: Guard | None = None,
         wait: bool = True,
+        traces: TraceExporter | None = None,
     ) -> NodeUnderTest:
         addresses = tuple(p if isinstance(p, str) else f"127.0.0.1:{p.node.bootstrap_port}" for p in prefills)
         settings = DecodeSettings(
@@ -301,7 +310,7 @@ class Pair:
             max_queue=max_queue,
         )
         geometry = geometry or make_geometry(extra_rows=2, slots=4, pages=15)
-        bare = _bare(geometry, 12, self.transport, faults=faults)
+        bare = _bare(geometry, 12, self.transport, faults=faults, traces=traces)
         bare.node = node = DecodeNode(settings, bare.parts)
         started = await self._start(bare)
         if wait and not local:
@@ -329,6 +338,7 @@ def _bare(
     make_transport: Callable[[], TransferEngine],
     identity: ModelIdentity = IDENTITY,
     faults: tuple[str, ...] = (),
+    traces: TraceExporter | None = None,
 ) -> NodeUnderTest:
     """Everything but the node."""
     arena = Arena(ArenaLayout.from_geometry(geometry), poison=True)
@@ -343,6 +353,7 @@ def _bare(
         sampling_defaults=SamplingParams(),
         metrics=NodeMetrics(CollectorRegistry()),
         hooks=hooks_of(FaultSet.parse(faults), arena),
+        traces=traces,
     )
     return NodeUnderTest(None, engine, parts)
 

@@ -211,6 +211,7 @@ async def test_a_node_that_dies_tells_its_clients_why(pair: Pair, monkeypatch: p
     [
         "server.decode.room_manager.DecodeRoomManager.open",
         "server.decode.room_manager.verify",
+        "server.faults.hooks.Hooks.received",
         "the decode node's metrics.transferred",
         "the decode node's allocator.commit",
         "server.engine.generation.NodeGeneration.put",

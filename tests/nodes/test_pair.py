@@ -85,7 +85,7 @@ async def test_local_prefill_needs_no_peer(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     ("n", "max_tokens", "numbers"),
-    [(0, 4, ()), (4090, 7, ("4090", "7", "4096")), (1, 0, ("0",)), (3500, 200, ("3500", "200", "3584"))],
+    [(0, 4, ()), (4090, 7, ("4090", "7", "4096")), (1, -1, ("-1",)), (3500, 200, ("3500", "200", "3584"))],
 )
 async def test_what_can_never_be_served_is_400_with_the_numbers(
     pair: Pair, n: int, max_tokens: int, numbers: tuple[str, ...]

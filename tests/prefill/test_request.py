@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 from server.cache.arena import Arena
 from server.cache.layout import ArenaLayout, Placement
+from server.decode.admission import wire_sampling
+from server.engine.grammar import Grammar
+from server.engine.request import SamplingParams
 from server.faults.hooks import Sending
 from server.prefill.decode_peer import DecodePeer
-from server.prefill.request import PAGES_PLANNED_AHEAD, Outgoing
+from server.prefill.request import PAGES_PLANNED_AHEAD, Outgoing, read_request
 from server.transfer.plan import CopyPlan
-from server.transfer.protocol import Registration, Reserve, RoomRequest, Sampling, pack_tokens
+from server.transfer.protocol import Registration, Reserve, RoomRequest, Sampling, decode, encode, pack_tokens
 from server.transfer.rooms import Heartbeat
 from tests.transfer.support import PAGE_SIZE, make_geometry, make_manifest
 
 LAYOUT = ArenaLayout.from_geometry(make_geometry())
 ARENA, MANIFEST = Arena(LAYOUT), make_manifest("decode")
 SAMPLING = Sampling(1, 0, 0.0, 1.0, 0, 0, (), (), False, None)
+
+
+EVERY_PARAMETER = SamplingParams(
+    *(9, 1, 0.5, 0.75, 5, 77, ("a", "b"), (3,), True, 2, 0.5, -0.25, 1.25, 0.125),
+    *(((7, -3.5), (8, 100.0)), ((1, 2), (3,)), (4, 5), Grammar("lark", "start: <|a|>"), 4),
+)
 
 
 class NoSocket:
@@ -27,12 +38,22 @@ class NoSocket:
         return True
 
 
-def outgoing(n: int) -> Outgoing:
+def reserve_for(n: int, sampling: Sampling = SAMPLING) -> Reserve:
     pages = tuple(range(1, 1 + -(-n // PAGE_SIZE)))
+    asked = RoomRequest("r", pack_tokens(range(n)), sampling)
+    return Reserve("a" * 32, MANIFEST.incarnation, 1, 5, 1, 1, pages, LAYOUT.names, asked, 1.0)
+
+
+def outgoing(n: int) -> Outgoing:
+    reserve = reserve_for(n)
     peer = DecodePeer(Registration("p", MANIFEST.incarnation, 1), MANIFEST, b"D", Heartbeat(1.0, 0.0), NoSocket())
-    asked = RoomRequest("r", pack_tokens(range(n)), SAMPLING)
-    reserve = Reserve("p" * 32, MANIFEST.incarnation, 1, 5, 1, 1, pages, LAYOUT.names, asked, 1.0)
-    return Outgoing(ARENA, Sending(Placement(2, pages)), peer, reserve, n)
+    return Outgoing(ARENA, Sending(Placement(2, reserve.pages)), peer, reserve, n)
+
+
+def test_every_sampling_parameter_arrives() -> None:
+    sent = reserve_for(3, wire_sampling(EVERY_PARAMETER))
+    assert read_request(decode(encode(sent))).sampling == EVERY_PARAMETER  # type: ignore[arg-type]
+    assert not [f.name for f in fields(SamplingParams) if getattr(EVERY_PARAMETER, f.name) == f.default]
 
 
 @pytest.mark.parametrize("n_pages_sent", range(5))

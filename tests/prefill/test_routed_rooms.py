@@ -15,6 +15,8 @@ from server.prefill.decode_peer import DecodePeer
 from server.prefill.request import PrefillRequest
 from server.prefill.room import PrefillRoom
 from server.prefill.routed_rooms import REMEMBER_S, RoutedRooms
+from server.telemetry.record import PhaseName
+from server.telemetry.rooms import PREFILL, RoomRecords
 from server.transfer.protocol import AnyMessage, Failed, Registration, RequestArrived, RoutedRequest, Waiting, room_ids
 from server.transfer.rooms import Deadlines, Heartbeat, RoomKey, Tombstones
 from tests.nodes.support import request
@@ -43,8 +45,14 @@ class Halves:
     peers: dict[Registration, DecodePeer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.records = RoomRecords(PREFILL, 8, lambda: self.now)
         self.routed_rooms = RoutedRooms(
-            lambda req, event: None, Tombstones(), FakeTokenizer(), PAIR_S, clock=lambda: self.now
+            lambda req, event: None,
+            Tombstones(),
+            FakeTokenizer(),
+            PAIR_S,
+            clock=lambda: self.now,
+            records=self.records,
         )
 
     def send(self, routing_id: bytes, message: AnyMessage) -> None:
@@ -81,7 +89,8 @@ class Halves:
         asked = RoutedRequest("request-1", len(prompt), prompt_hash(prompt), SAMPLING)
         message = reserve(**room_ids(NOW, ROOM, epoch), request=asked)
         room = PrefillRoom(message, len(prompt), Deadlines(), self.now)
-        return self.routed_rooms.join(PrefillRequest(room, ASKED, self.peer(NOW), Mock()))
+        record = self.records.open(ROOM, "request-1", n_prompt=len(prompt), max_new=1, first=PhaseName.PREFILL_QUEUE)
+        return self.routed_rooms.join(PrefillRequest(room, ASKED, self.peer(NOW), Mock(), record))
 
     def decode_ends(self, epoch: int) -> None:
         self.routed_rooms.given_up(RoomKey(ROOM, epoch, NOW.decode), GONE)

@@ -18,6 +18,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "demo": ("cluster", "evaluation"),
     "tiny": ("benchmark", "evaluation"),
     "walk": ("cluster",),
+    "timeline": ("cluster",),
 }
 """Which other folders each folder may import."""
 FEW_LINES = 80

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from server.cache.allocator import Allocator, ItemState
 from server.cache.arena import Arena
-from server.cache.handoff import handoff_spec
 from server.cache.layout import PROBE_NBYTES, ArenaLayout, Placement, Run
-from server.cache.specs import CacheGeometry, ComponentSpec, Scope
+from server.cache.specs import CacheGeometry, ComponentSpec, Scope, handoff_spec
 from server.transfer.engines.base import PieceStatus, SubmitFailed, Ticket
 from server.transfer.rooms import RoomKey
 

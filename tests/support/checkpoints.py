@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmark.checkpoints import COMMON
 from safetensors.torch import load_file, save_file
 from tiny.model import official_tensors
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 BUNDLED = Path(__file__).parents[2] / "server" / "assets" / "tiny-dsv4"
 
-SMALL: dict[str, Any] = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
+SMALL: dict[str, Any] = COMMON | {
     "hidden_size": 64,
     "num_hidden_layers": 5,
     "num_attention_heads": 4,
-    "num_key_value_heads": 1,
     "head_dim": 24,
     "qk_rope_head_dim": 8,
     "q_lora_rank": 32,
@@ -30,22 +28,12 @@ SMALL: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
     "num_hash_layers": 2,
-    "scoring_func": "sqrtsoftplus",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
     "swiglu_limit": 0.5,
     "index_n_heads": 32,
     "index_head_dim": 16,
     "index_topk": 24,
     "sliding_window": 32,
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 20,
-    "hc_eps": 1e-6,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "compress_rope_theta": 160000,
     "rope_scaling": {
         "type": "yarn",
         "factor": 16,
@@ -55,13 +43,7 @@ SMALL: dict[str, Any] = {
     },
     "max_position_embeddings": 4096,
     "vocab_size": 320,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "num_nextn_predict_layers": 0,
     "compress_ratios": [0, 4, 128, 4, 128, 0],
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "hidden_act": "silu",
     "torch_dtype": "float32",
 }
 

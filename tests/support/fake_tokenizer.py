@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.tokenizer_process import EncodingJob, TokenizerProcess
 
 EOS = 0
@@ -17,6 +18,7 @@ class FakeTokenizer:
     vocab_size = VOCABULARY
     eos_token_ids = frozenset({EOS})
     chars_per_token: int | None = 1
+    grammars = GrammarCompiler("", eos_token_ids)
 
     def process(self) -> TokenizerProcess:
         return _InThisProcess("")

@@ -8,9 +8,8 @@ import msgspec
 import numpy as np
 
 from server.cache.arena import Arena
-from server.cache.handoff import handoff_spec
 from server.cache.layout import ArenaLayout
-from server.cache.specs import CacheGeometry, ComponentSpec, Scope
+from server.cache.specs import CacheGeometry, ComponentSpec, Scope, handoff_spec
 from server.transfer.manifest import Manifest, ModelIdentity, TransportIdentity, build_manifest, new_incarnation
 
 WINDOW = 16

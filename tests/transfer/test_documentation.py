@@ -20,6 +20,7 @@ STRUCTS = [
     protocol.RoutedRequest,
     protocol.Sampling,
     protocol.Sent,
+    protocol.SentPromptLogprobs,
     protocol.Timings,
     manifest.Manifest,
     manifest.ComponentEntry,

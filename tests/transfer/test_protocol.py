@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.engine.grammar import MAX_GRAMMAR_CHARS
 from server.engine.request import SamplingParams
 from server.failure import FailureKind
 from server.transfer import protocol
@@ -37,6 +38,7 @@ from server.transfer.protocol import (
     Timings,
     VersionMismatch,
     Waiting,
+    WireGrammar,
     Writes,
     decode,
     encode,
@@ -48,7 +50,10 @@ from server.transfer.protocol import (
 from tests.transfer.support import make_manifest
 
 IDS = room_ids(Registration("a" * 32, "b" * 32, 3), MAX_ROOM, 7)
-SAMPLING = Sampling(4, 0, 0.5, 0.9, 3, -5, ("stop",), (1, 2), False, None)
+SAMPLING = Sampling(
+    *(4, 0, 0.5, 0.9, 3, -5, ("stop",), (1, 2), False, None, 0.5, -0.5, 1.1, 0.1),
+    *(((7, -3.5),), ((1, 2), (3,)), (4, 5), WireGrammar("regex", "a+")),
+)
 
 
 def reserve(**changes: object) -> Reserve:
@@ -70,7 +75,13 @@ MESSAGES: list[AnyMessage] = [
     RequestArrived(**IDS),
     reserve(),
     routed(),
-    Done(**IDS, n=3, sent=(Sent("swa", 0, 3, 96, 2**64 - 1),), pieces=4, timings=Timings(0.0, 1.5, 0.1, 0.2)),
+    Done(
+        **IDS,
+        n=3,
+        sent=(Sent("swa", 0, 3, 96, 2**64 - 1),),
+        pieces={"pages": 3, "swa": 1},
+        timings=Timings(5.0, 0.0, 1.5, 0.2, 1.3, 0.1, 0.2, 2),
+    ),
     Failed(
         **IDS,
         code="deadline",
@@ -155,7 +166,35 @@ def test_a_routed_request_has_a_length_and_a_whole_hash_and_no_prompt(change: di
         decode(frame(content))
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": -2.5},
+        {"repetition_penalty": 0.0},
+        {"min_p": 1.5},
+        {"logit_bias": [[1, 101.0]]},
+        {"logit_bias": [[-1, 1.0]]},
+        {"logit_bias": [[1, 1.0]] * 1025},
+        {"bad_words": [[]]},
+        {"bad_words": [[1]] * 1025},
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": [1] * 4097},
+        {"grammar": {"kind": "python", "text": "a"}},
+        {"grammar": {"kind": "regex", "text": "a" * (MAX_GRAMMAR_CHARS + 1)}},
+        {"grammar": {"kind": "regex", "text": "a", "more": 1}},
+    ],
+    ids=lambda change: "".join(f"{name} {value}"[:40] for name, value in change.items()),
+)
+def test_a_sampling_parameter_out_of_range_is_refused(change: dict[str, object]) -> None:
+    content = raw(reserve())
+    content["request"]["sampling"] |= change  # type: ignore[index]
+    with pytest.raises(ProtocolError) as caught:
+        decode(frame(content))
+    assert caught.value.kind == "malformed"
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "repetition_penalty", "min_p"])
 def test_a_sampling_parameter_that_is_no_number_is_refused(name: str) -> None:
     content = raw(reserve())
     content["request"]["sampling"][name] = float("nan")  # type: ignore[index]

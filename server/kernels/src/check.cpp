@@ -1,6 +1,6 @@
 // What is checked: tokens against the vocabulary, positions against the rope tables and the row's segment, slots and
-// pages against the smallest pool that they index, and the rows whose logits are wanted. The cost is a few comparisons
-// a row and a layer.
+// pages against the smallest pool that they index, that every segment has rows, and the rows whose logits are wanted.
+// Slot 0 and page 0 are nobody's: they stay zero. The cost is a few comparisons a row and a layer.
 #include "check.h"
 
 #include <algorithm>
@@ -10,6 +10,9 @@ namespace kernels {
 namespace {
 
 bool is_below(int64_t x, int64_t end) { return x >= 0 && x < end; }
+
+// Whether a request may have this slot or page of so many.
+bool is_item(int64_t item, int64_t items) { return item >= 1 && item < items; }
 
 // The slots that every pool of these layers has.
 struct Slots {
@@ -53,7 +56,7 @@ bool has_pages(const Compressor& compressor, const Step& step, int64_t row) {
     const int64_t n_pages = (entries + pool.rows - 1) / pool.rows;
     const int64_t* const pages = step.pages + step.segment[row] * step.max_pages;
     return n_pages <= step.max_pages &&
-           std::all_of(pages, pages + n_pages, [&](int64_t page) { return is_below(page, pool.items); });
+           std::all_of(pages, pages + n_pages, [&](int64_t page) { return is_item(page, pool.items); });
 }
 
 // Rows of a segment follow each other: the last one reaches the most pages.
@@ -68,7 +71,7 @@ Status check_row(const Network& network, const Layer* layers, int64_t n_layers, 
     if (!is_below(step.token[row], network.vocab)) return BAD_TOKEN;
     if (step.position[row] < 0) return BAD_POSITION;
     if (!is_run(step, row, segment)) return BAD_SEGMENT;
-    if (!is_below(step.slot[segment], n_slots)) return BAD_SLOT;
+    if (!is_item(step.slot[segment], n_slots)) return BAD_SLOT;
     for (int64_t i = 0; i < n_layers; i++) {
         const Attention& attention = layers[i].attention;
         if (!has_ropes(network, attention, step.position[row])) return BAD_POSITION;
@@ -86,6 +89,11 @@ Status check_step(const Network& network, const Layer* layers, int64_t n_layers,
     for (int64_t i = 0; i < n_layers; i++) slots.of_layer(layers[i].attention);
     for (*detail = 0; *detail < step.rows; ++*detail)
         if (const Status status = check_row(network, layers, n_layers, step, slots.count, *detail)) return status;
+    for (int64_t i = 0; i < step.segments; i++)
+        if (!is_below(step.first_row[i], step.rows) || step.segment[step.first_row[i]] != i) {
+            *detail = -1;  // it has no row
+            return BAD_SEGMENT;
+        }
     for (int64_t i = 0; i < step.n_wanted; i++)
         if (!is_below(step.wanted[i], step.rows)) {
             *detail = step.wanted[i];

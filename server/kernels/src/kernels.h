@@ -120,13 +120,15 @@ enum Status : int32_t {
     INTERNAL = 8
 };
 
-int32_t kernels_version();                                  // goes into the manifest with the name
 int64_t kernels_sizeof(const char* structure);              // -1: unknown name
 int64_t kernels_packed_nbytes(int32_t out, int32_t in, int32_t dtype);
 void kernels_pack(const void* weight, int32_t out, int32_t in, int32_t dtype, void* packed, Matrix* made);
 
-// logits [n_wanted, vocab] fp32 (may be null: none wanted), streams [rows, N, D] in streams_dtype.
-int32_t kernels_forward(const Network*, const Step*, float* logits, void* streams, int64_t* detail);
+// logits [n_wanted, vocab] fp32 (may be null: none wanted), streams [rows, N, D] in streams_dtype, hidden [rows, D] fp32
+// (may be null): what the head makes each row's logits of.
+int32_t kernels_forward(const Network*, const Step*, float* logits, void* streams, float* hidden, int64_t* detail);
+// The same logits [rows, vocab] as a forward's, of rows of its `hidden`.
+int32_t kernels_logits(const Network*, const float* hidden, int32_t rows, float* logits, int32_t threads);
 // Row t takes `before` [rows, N, D], the streams of position t, and Step::token, the token of t + 1.
 int32_t kernels_draft(const Network*, const Step*, const void* before, float* logits, void* streams, int64_t* detail);
 // Only the draft's window rows.

@@ -64,12 +64,13 @@ void run_layer(const Network& network, const Layer& layer, Activations& rows) {
     });
 }
 
-// Logits of the wanted rows (may be null), and every row's streams in their dtype (may be null).
+// Logits of the wanted rows (may be null), every row's streams in their dtype, and its input of the head (may be null).
 void write_output(const Network& network, const HyperConnection& head, const Activations& rows, float* logits,
-                  void* streams) {
+                  void* streams, float* hidden) {
     const Step& step = rows.step;
     const int64_t width = int64_t{network.streams} * network.hidden;
     if (streams) to_dtype(rows.streams, step.rows * width, network.streams_dtype, streams);
+    if (hidden) head_collapse(head, rows.streams, step.rows, hidden, step.threads, rows.scratch);
     if (!logits || !step.n_wanted) return;
     const Scratch::Frame frame(rows.scratch);
     float* const wanted = rows.scratch.floats(step.n_wanted * width);
@@ -121,12 +122,20 @@ int32_t run(const Network& network, const Layer* layers, int64_t n_layers, const
 
 using namespace kernels;
 
-int32_t kernels_forward(const Network* network, const Step* step, float* logits, void* streams, int64_t* detail) {
+int32_t kernels_forward(const Network* network, const Step* step, float* logits, void* streams, float* hidden,
+                        int64_t* detail) {
     return run(*network, network->layers, network->n_layers, *step, detail, [&](Activations& rows) {
-        const int64_t hidden = network->hidden, n = network->streams;
-        for (int64_t i = 0; i < step->rows * n; i++) embed(*network, step->token[i / n], rows.streams + i * hidden);
+        const int64_t width = network->hidden, n = network->streams;
+        for (int64_t i = 0; i < step->rows * n; i++) embed(*network, step->token[i / n], rows.streams + i * width);
         for (int64_t i = 0; i < network->n_layers; i++) run_layer(*network, network->layers[i], rows);
-        write_output(*network, network->head, rows, logits, streams);
+        write_output(*network, network->head, rows, logits, streams, hidden);
+    });
+}
+
+int32_t kernels_logits(const Network* network, const float* hidden, int32_t rows, float* logits, int32_t threads) {
+    return guarded([&] {
+        linear(network->lm_head, hidden, network->hidden, rows, logits, network->vocab, threads);
+        return OK;
     });
 }
 
@@ -138,7 +147,7 @@ int32_t kernels_draft(const Network* network, const Step* step, const void* befo
     return run(*network, &draft.layer, 1, *step, detail, [&](Activations& rows) {
         mix_inputs(*network, draft, before, rows);
         run_layer(*network, draft.layer, rows);
-        write_output(*network, draft.head, rows, logits, streams);
+        write_output(*network, draft.head, rows, logits, streams, nullptr);
     });
 }
 

@@ -159,19 +159,38 @@ int32_t draw_from_all(const ScannedRow& row, const SampleRow& params, Scratch& s
     return place_in_row(buckets, point_of(params.draw, total), scratch).id;
 }
 
-// The logits with penalties, biases and bans.
+bool is_edited(const SampleRow& params) { return params.n_edits || params.n_own || params.n_mask_words; }
+
+// `values` are to be the edited `logits`. Each edit begins at the logit itself, so that a later one counts alone.
+void apply(const SampleEdit* edits, int32_t count, const float* logits, int32_t vocab, const SampleRow& params,
+           float* values) {
+    for (const SampleEdit* edit = edits; edit < edits + count; edit++) {
+        if (edit->token < 0 || edit->token >= vocab) continue;
+        float v = logits[edit->token];
+        if (edit->count >= 0) v = v > 0 ? v / params.repetition : v * params.repetition;
+        if (edit->count > 0) v = v - (params.frequency * static_cast<float>(edit->count) + params.presence);
+        values[edit->token] = edit->bias == -INF ? -INF : v + edit->bias;
+    }
+}
+
+void apply_mask(const uint32_t* mask, int32_t n_words, int32_t vocab, float* values) {
+    for (int32_t first = 0; first < vocab; first += 32) {
+        const uint32_t word = first / 32 < n_words ? mask[first / 32] : 0;
+        if (word == UINT32_MAX) continue;
+        const int32_t n = std::min(32, vocab - first);
+#pragma omp simd
+        for (int32_t i = 0; i < n; i++) values[first + i] = word >> i & 1 ? values[first + i] : -INF;
+    }
+}
+
+// The logits with penalties, biases, bans and the mask.
 const float* edited(const float* logits, int32_t vocab, const SampleRow& params, Scratch& scratch) {
-    if (params.n_edits == 0) return logits;
+    if (!is_edited(params)) return logits;
     float* values = scratch.floats(vocab);
     std::copy(logits, logits + vocab, values);
-    for (int32_t i = 0; i < params.n_edits; i++) {
-        const SampleEdit& edit = params.edits[i];
-        if (edit.token < 0 || edit.token >= vocab) continue;
-        float v = values[edit.token];
-        if (edit.count >= 0) v = v > 0 ? v / params.repetition : v * params.repetition;
-        if (edit.count > 0) v = v - (params.frequency * static_cast<float>(edit.count) + params.presence);
-        values[edit.token] = edit.bias == -INF ? -INF : v + edit.bias;
-    }
+    apply(params.edits, params.n_edits, logits, vocab, params, values);
+    apply(params.own, params.n_own, logits, vocab, params, values);
+    if (params.n_mask_words) apply_mask(params.mask, params.n_mask_words, vocab, values);
     return values;
 }
 
@@ -190,7 +209,7 @@ SampleChoice choose(const float* logits, int32_t vocab, const SampleRow& params,
         token = draw_from_all(row, params, scratch);
     }
     if (params.n_top < 0) return {token, 0.0};
-    const ScannedRow raw = params.n_edits ? scan(logits, vocab, scratch) : row;
+    const ScannedRow raw = is_edited(params) ? scan(logits, vocab, scratch) : row;
     if (!raw.is_sound) return {-1, 0.0};
     const double log_sum = log_sum_exp(raw);
     const int32_t n_top = std::min(params.n_top, vocab);

@@ -18,6 +18,7 @@ from benchmark.checkpoints import Checkpoints
 from benchmark.in_process import decode_round, tokens_that_fit
 from benchmark.main import PARTS, parse_args
 from benchmark.measurement import BenchFailed, Measurement, Prompt, Stream, decode_rate, percentile
+from benchmark.servers import build_kernels
 from benchmark.session import Pace, Prompts, Session, Sizes
 from benchmark.startup import measure_startup
 from cluster import Node
@@ -219,3 +220,28 @@ def test_one_pair_and_one_node_serve_several_parts(tmp_path: Path) -> None:
 def test_a_whole_run_measures_every_part(tmp_path: Path) -> None:
     found = quick_run(tmp_path / "report.json", *PARTS)
     assert any("hand-off / raw write" in m["ratios"] for m in found)
+
+
+def a_checkout(root: Path, build: str) -> Path:
+    """A baseline whose kernels are built by the program ``build``."""
+    kernels = root / "server" / "kernels"
+    kernels.mkdir(parents=True)
+    for folder in (root / "server", kernels):
+        (folder / "__init__.py").touch()
+    (kernels / "build.py").write_text(build)
+    return root
+
+
+def test_the_kernels_of_a_baseline_are_its_own_and_built(tmp_path: Path) -> None:
+    build_kernels(a_checkout(tmp_path, "from pathlib import Path\nPath(__file__).with_name('built').touch()"))
+    assert (tmp_path / "server" / "kernels" / "built").exists()
+
+
+def test_a_baseline_whose_kernels_cannot_be_built_is_not_measured(tmp_path: Path) -> None:
+    baseline = a_checkout(tmp_path, "raise SystemExit('no g++ here')")
+    with pytest.raises(BenchFailed, match="kernels of --baseline cannot be built: no g\\+\\+ here"):
+        build_kernels(baseline)
+
+
+def test_a_baseline_without_kernels_is_measured_as_it_is(tmp_path: Path) -> None:
+    build_kernels(tmp_path)

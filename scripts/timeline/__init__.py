@@ -1,0 +1,1 @@
+"""Prints the record of a room as a timeline."""

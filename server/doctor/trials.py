@@ -1,0 +1,117 @@
+"""``python -m server.doctor.trials NAME``: one trial with native code. Reads its request as JSON from standard input,
+writes findings to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from server.doctor.findings import Finding, error, ok, warning
+
+TRANSFER_NBYTES = 1 << 20
+TRANSFER_S = 20.0
+
+
+def try_torch(request: dict[str, Any]) -> Finding:
+    subject = "torch"
+    try:
+        import torch
+    except Exception as reason:  # noqa: BLE001  (a library that does not load raises what it likes)
+        return error(subject, f"cannot be imported ({type(reason).__name__}: {reason}): run scripts/setup again")
+    words = f"{torch.__version__}, {request['device']}"
+    if request["device"] == "cpu":
+        return ok(subject, words)
+    if not torch.cuda.is_available():
+        return error(subject, f"{words}: torch sees no CUDA device; install its CUDA build, or give --device cpu")
+    free, total = torch.cuda.mem_get_info()
+    words = f"{words} ({torch.cuda.get_device_name()}), {free >> 20:,} of {total >> 20:,} MiB free"
+    if request["needed"] > free:
+        return error(subject, f"{words}, {request['needed'] >> 20:,} MiB needed: give fewer --pages or --slots")
+    return ok(subject, words)
+
+
+def try_kernels(request: dict[str, Any]) -> Finding:
+    from server.kernels.choice import PYTHON, choose_kernels
+
+    kernels = choose_kernels(request["kernels"], request["device"])
+    words = f"{kernels.identity} ({kernels.reason})"
+    if kernels.name == PYTHON and request["kernels"] != PYTHON and request["device"] == "cpu":
+        return warning("kernels", f"the model in Python would run, many times slower: {kernels.reason}")
+    return ok("kernels", words)
+
+
+def try_tensors(request: dict[str, Any]) -> Finding:
+    from server.model.loader import check_tensors
+
+    n_tensors = check_tensors(Path(request["model"]), draft=request["draft"])
+    return ok("tensors", f"all {n_tensors} are there in the shapes of config.json")
+
+
+def try_transfer(request: dict[str, Any]) -> Finding:
+    """One write from one Mooncake endpoint to another; the digest of what arrived says whether it did."""
+    import numpy as np
+    import xxhash
+
+    from server.transfer.engines.base import PieceStatus, open_registered
+    from server.transfer.engines.mooncake import MooncakeEngine
+
+    source = np.frombuffer(os.urandom(TRANSFER_NBYTES), np.uint8).copy()
+    target = np.zeros(TRANSFER_NBYTES, np.uint8)
+
+    def endpoint() -> MooncakeEngine:
+        return MooncakeEngine(request["host"], transport=request["transport"])
+
+    sender = open_registered(endpoint, source.ctypes.data, source.nbytes)
+    receiver = open_registered(endpoint, target.ctypes.data, target.nbytes)
+    began = time.monotonic()
+    ticket = sender.submit(receiver.session, source.ctypes.data, target.ctypes.data, TRANSFER_NBYTES)
+    while (status := sender.poll(ticket)) is PieceStatus.RUNNING and time.monotonic() - began < TRANSFER_S:
+        time.sleep(1e-4)
+    took_ms = 1000 * (time.monotonic() - began)
+    transport = receiver.transport
+    if status is PieceStatus.RUNNING:
+        return error("transfer", f"{TRANSFER_NBYTES >> 20} MiB over {transport} did not end within {TRANSFER_S:g} s")
+    if status is not PieceStatus.APPLIED:
+        return error("transfer", f"a write over {transport} ended as {status}: is {request['host']} this machine's?")
+    sender.close()
+    receiver.close()
+    sent, arrived = (xxhash.xxh3_64(memory.data).hexdigest() for memory in (source, target))
+    if sent != arrived:
+        return error("transfer", f"digest {arrived} arrived, {sent} was sent over {transport}: do not use this build")
+    words = f"{TRANSFER_NBYTES >> 20} MiB over {transport} in {took_ms:.1f} ms, digest {arrived} on both sides"
+    if request["transport"] == "auto" and transport.startswith("tcp"):
+        words += "; no RDMA card was found"
+    return ok("transfer", words)
+
+
+TRIALS: dict[str, Callable[[dict[str, Any]], Finding]] = {
+    "torch": try_torch,
+    "kernels": try_kernels,
+    "tensors": try_tensors,
+    "transfer": try_transfer,
+}
+
+
+def main(name: str) -> int:
+    """Exit code 0 with a finding, whatever it is. Nothing but the finding gets to standard output."""
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    request = json.load(sys.stdin)
+    try:
+        finding = TRIALS[name](request)
+    except Exception as reason:  # noqa: BLE001  (it is the finding)
+        typed = type(reason).__module__.startswith("server.")
+        finding = error(name, str(reason) if typed else f"{type(reason).__name__}: {reason}")
+    os.write(answers, json.dumps([asdict(finding)]).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

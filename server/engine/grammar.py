@@ -1,0 +1,46 @@
+"""What an answer must look like, as plain data: a grammar's kind and its text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from llguidance.gbnf_to_lark import any_to_lark
+
+MAX_GRAMMAR_CHARS = 1 << 16
+"""The longest text of a grammar: what reading it costs follows its length."""
+MAX_EBNF_CHARS = 1 << 14
+"""The longest grammar in another notation, which is converted first, by slower code."""
+GrammarKind = Literal["json_schema", "regex", "lark"]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The whole answer has to match ``text``: a JSON schema (as JSON), a regular expression, or a grammar in the Lark
+    dialect of ``llguidance``, which may name special tokens (``<[128821]>`` or ``<|name|>``).
+    """
+
+    kind: GrammarKind
+    text: str
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls("json_schema", '{"type": "object"}')
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Grammar:
+        """One of these texts."""
+        return cls("lark", "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+
+    @classmethod
+    def ebnf(cls, text: str) -> Grammar:
+        """A grammar in GBNF (that of llama.cpp) or in Lark. Raises :class:`ValueError` for one that is neither."""
+        if len(text) > MAX_EBNF_CHARS:
+            raise ValueError(f"the grammar has {len(text)} characters: at most {MAX_EBNF_CHARS} are allowed")
+        try:
+            return cls("lark", any_to_lark(text))
+        except Exception as error:
+            raise ValueError(f"not a grammar in GBNF: {error}") from error

@@ -1,0 +1,75 @@
+"""A checkpoint with one thing wrong: a file, a length, a shape, the tokenizer, the template."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from server.doctor import checkpoint, child
+from server.doctor.examination import Check, run_check
+from server.doctor.findings import Finding, Level
+from server.node.options import BUNDLED_MODEL
+from tests.doctor.support import levels, only_error, plan_of
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
+
+
+def files(model: Path) -> list[Finding]:
+    return run_check(Check("checkpoint", checkpoint.files), plan_of(model=model))
+
+
+def tokenizer(model: Path) -> list[Finding]:
+    return run_check(Check("tokenizer", checkpoint.tokenizer, 60.0), plan_of(model=model))
+
+
+def test_the_bundled_checkpoint_is_ok(model: Path) -> None:
+    assert levels(files(model)) == [Level.OK]
+    assert set(levels(tokenizer(model))) <= {Level.OK, Level.WARNING}
+
+
+def test_a_missing_file_of_an_index_is_named(model: Path) -> None:
+    index = {"weight_map": {"a": WEIGHTS, "b": "model-2.safetensors"}}
+    (model / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    assert "names model-2.safetensors, which is not there (1 of 2 missing)" in only_error(files(model))
+
+
+def test_a_file_that_is_cut_off_is_known_by_its_header(model: Path) -> None:
+    with (model / WEIGHTS).open("r+b") as file:
+        file.truncate(1_000_000)
+    assert f"{WEIGHTS} is not a readable safetensors file" in only_error(files(model))
+
+
+@pytest.mark.processes
+def test_a_wrong_shape_is_named(model: Path) -> None:
+    tensors = load_file(model / WEIGHTS)
+    tensors["norm.weight"] = np.zeros(3, np.float32)
+    save_file(tensors, model / WEIGHTS)
+    words = only_error(child.tensors(plan_of(model=model)))
+    assert "norm.weight has shape [3], config.json asks for" in words
+
+
+def test_a_model_that_does_not_exist_is_said_so() -> None:
+    assert "there is no such directory" in only_error(files(Path("/nowhere")))
+
+
+def test_a_broken_tokenizer_is_named(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{")
+    assert "the tokenizer cannot be loaded" in only_error(tokenizer(model))
+
+
+def test_more_tokens_than_rows_are_an_error(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    found = tokenizer(model)
+    assert found[0].level is Level.ERROR
+    assert "100 rows in the model" in found[0].words
