@@ -122,7 +122,7 @@ REFUSED_IN_SAMPLING_PARAMS: Mapping[str, Harmless] = {
     "structural_tag": _nothing,
     # The names of other routes: SGLang's differ, or the field belongs outside of sampling_params.
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens", "seed"), _nothing),
-    **dict.fromkeys(("model", "stream", "stream_options", "user"), _nothing),
+    **dict.fromkeys(("model", "stream", "stream_options", "user", "prompt_logprobs"), _nothing),
     **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room"), _nothing),
 }
 REFUSED_IN_GENERATE: Mapping[str, Harmless] = {
@@ -130,7 +130,6 @@ REFUSED_IN_GENERATE: Mapping[str, Harmless] = {
     **dict.fromkeys(("lora_path", "lora_id", "session_params", "custom_logit_processor"), _nothing),
     **dict.fromkeys(("token_ids_logprob", "return_hidden_states", "return_routed_experts"), _nothing),
     **dict.fromkeys(("return_bytes", "return_entropy", "require_reasoning"), _nothing),
-    "logprob_start_len": _only(-1),  # from -1 on the prompt has no log probabilities
 }
 """Of ``POST /generate``, in and beside its ``sampling_params``."""
 HARMLESS_IN_GENERATE = frozenset(

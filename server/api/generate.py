@@ -14,6 +14,7 @@ from server.api.chunks import DONE, event, pd_object
 from server.api.fields import ignored_header
 from server.api.generate_fields import GenerateRequest
 from server.api.generations import Generations
+from server.api.prompt_logprobs import sglang_arrays
 from server.api.request_id import request_id
 from server.api.requests import check_request, serve
 from server.api.rules import read_rules
@@ -69,7 +70,7 @@ class GenerateWriter(Writer):
         if isinstance(body.rid, str):
             self.id = body.rid
         self._body = body
-        self._n_prompt = [len(ids) for ids in prompts for _ in range(body.sampling_params.n_samples)]
+        self._prompts = [ids for ids in prompts for _ in range(body.sampling_params.n_samples)]
         self._began = time.monotonic()
 
     def whole(self, answers: Sequence[Answer], pd: Mapping[str, str]) -> Any:
@@ -96,24 +97,33 @@ class GenerateWriter(Writer):
         info: dict[str, Any] = {
             "id": self._body.rid_of(index) or (f"{self.id}-{index}" if self._body.is_many else self.id),
             "finish_reason": _finish_reason(answer),
-            "prompt_tokens": self._n_prompt[index],
+            "prompt_tokens": len(self._prompts[index]),
             "completion_tokens": len(answer.token_ids),
             "cached_tokens": 0,
         }
         if answer.finish_reason is not None:
             info["e2e_latency"] = time.monotonic() - self._began
         if self._body.return_logprob:
-            info["input_token_logprobs"] = self._input_logprobs(index)
+            info |= self._input_logprobs(index, answer)
             info["output_token_logprobs"] = [self._logprob(e.token_id, e.logprob) for e in answer.logprobs]
             if self._body.top_logprobs_num:
                 info["output_top_logprobs"] = [self._top(entry) for entry in answer.logprobs]
         return info
 
-    def _input_logprobs(self, index: int) -> list[Any]:
-        """Those of the prompt's tokens: none, since ``logprob_start_len`` is refused. Routers put a prefill node's
-        before a decode node's, so only one of the two may have any.
+    def _input_logprobs(self, index: int, answer: Answer) -> dict[str, Any]:
+        """Those of the prompt's tokens. They are handed over to the decode node, whose answer has them; a prefill
+        node's has none, since routers put those before the decode node's.
         """
-        return []
+        if answer.prompt_logprobs is None:
+            return {"input_token_logprobs": []}
+        return sglang_arrays(
+            self._tokenizer,
+            self._prompts[index],
+            answer.prompt_logprobs,
+            n_top=self._body.top_logprobs_num or 0,
+            start=self._body.logprob_start_len or 0,
+            with_text=bool(self._body.return_text_in_logprobs),
+        )
 
     def _top(self, entry: TokenLogprob) -> list[Any]:
         return [self._logprob(token_id, logprob) for token_id, logprob in entry.top]

@@ -44,28 +44,41 @@ _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum":
 class GenerateSampling(GenerationFields):
     """``sampling_params``; three fields have names of SGLang's own."""
 
-    max_tokens: Annotated[int, Field(ge=1)] | None = Field(default=None, alias="max_new_tokens")
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(default=None, alias="max_new_tokens")
     min_tokens: Annotated[int, Field(ge=0)] | None = Field(default=None, alias="min_new_tokens")
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = Field(default=None, alias="sampling_seed")
 
     refused: ClassVar[Mapping[str, Harmless]] = REFUSED_IN_SAMPLING_PARAMS
     _n_logprobs: int | None = PrivateAttr(default=None)
+    _n_prompt_logprobs: int | None = PrivateAttr(default=None)
 
     @property
     def max_tokens_field(self) -> str:
         return "sampling_params.max_new_tokens"
 
     @property
+    def prompt_logprobs_field(self) -> str:
+        return "logprob_start_len"
+
+    @property
     def n_logprobs(self) -> int | None:
         return self._n_logprobs
+
+    @property
+    def n_prompt_logprobs(self) -> int | None:
+        return self._n_prompt_logprobs
+
+    @property
+    def shows_prompt(self) -> bool:
+        return True  # what shows the prompt is outside of these, and looked at there
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         return super().sampling(replace(defaults, max_tokens=DEFAULT_MAX_NEW_TOKENS))
 
-    def beside(self, *, n_logprobs: int | None, **outside: Any) -> GenerateSampling:
+    def beside(self, *, n_logprobs: int | None, n_prompt_logprobs: int | None, **outside: Any) -> GenerateSampling:
         """These together with what the request has ``outside`` of them."""
         fields = self.model_copy(update=outside)
-        fields._n_logprobs = n_logprobs  # noqa: SLF001 - its own
+        fields._n_logprobs, fields._n_prompt_logprobs = n_logprobs, n_prompt_logprobs  # noqa: SLF001 - its own
         return fields
 
 
@@ -91,6 +104,7 @@ class GenerateRequest(BaseModel):
     sampling_params: GenerateSampling = Field(default_factory=GenerateSampling)
     rid: str | Annotated[list[str], Field(max_length=MAX_GENERATIONS)] | None = None
     return_logprob: bool | None = None
+    logprob_start_len: Annotated[int, Field(ge=-1)] | None = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
@@ -126,6 +140,12 @@ class GenerateRequest(BaseModel):
             raise InvalidRequest("text", "The prompt must be given as text or as input_ids, one of the two.")
         if self.top_logprobs_num and not self.return_logprob:
             raise InvalidRequest("top_logprobs_num", "top_logprobs_num needs return_logprob: true.")
+        if self.shows_prompt and self.stream:
+            message = "logprob_start_len from 0 on is not available with stream: true."
+            raise InvalidRequest("logprob_start_len", message)
+        if self.sampling_params.max_tokens == 0 and not self.shows_prompt:
+            message = "max_new_tokens: 0 needs return_logprob and logprob_start_len: there is no answer without them."
+            raise InvalidRequest("sampling_params.max_new_tokens", message)
         rids = [self.rid] if isinstance(self.rid, str) else self.rid
         if rids is None:
             return self
@@ -163,10 +183,17 @@ class GenerateRequest(BaseModel):
         """Names of the fields that the request has and this server does not know, the first few."""
         return self._ignored
 
+    @property
+    def shows_prompt(self) -> bool:
+        """Whether the answer has log probabilities of the prompt, from position ``logprob_start_len`` on."""
+        return bool(self.return_logprob) and self.logprob_start_len not in (None, -1)
+
     def generation_fields(self) -> GenerateSampling:
         """The request as the other routes see theirs."""
+        n_top = self.top_logprobs_num or 0
         return self.sampling_params.beside(
-            n_logprobs=(self.top_logprobs_num or 0) if self.return_logprob else None,
+            n_logprobs=n_top if self.return_logprob else None,
+            n_prompt_logprobs=n_top if self.shows_prompt else None,
             stream=self.stream,
             bootstrap_host=self.bootstrap_host,
             bootstrap_port=self.bootstrap_port,

@@ -149,7 +149,7 @@ def _generation_requests(
     requests: list[GenerationRequest] = []
     reason = over_limit(sum(map(len, prompts)), body.n_prompt_logprobs, body.n_generated)
     if reason is not None:
-        raise InvalidRequest("logprobs" if body.prompt_logprobs is None else "prompt_logprobs", reason)
+        raise InvalidRequest(body.prompt_logprobs_field, reason)
     for ids in prompts:
         sampling = _fit_context(backend, body, len(ids), prompt_field)
         sampling = replace(sampling, bad_words=rules.bad_words, grammar=rules.grammar)

@@ -139,6 +139,49 @@ async def test_log_probabilities(client: httpx.AsyncClient) -> None:
     assert [entry[:2] for entry in info["output_top_logprobs"][0]] == [[-9999.0, 10], [-2.0, 11]]
 
 
+async def test_log_probabilities_of_the_prompt_are_the_decode_nodes(tokenizer: Tokenizer) -> None:
+    """Routers put a prefill node's before a decode node's, so only one of the two may have them."""
+    ids = [5, 6, 7, 8]
+    body = {"input_ids": ids, "return_logprob": True, "top_logprobs_num": 2, "bootstrap_room": 7}
+    body |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "sampling_params": {"max_new_tokens": 2}}
+    for role in ("prefill", "decode"):
+        backend = FakeBackend(tokenizer, role=role)
+        async with client_of(backend) as client:
+            whole = (await client.post(GENERATE, json={**body, "logprob_start_len": 0})).json()["meta_info"]
+            later = (await client.post(GENERATE, json={**body, "logprob_start_len": 2})).json()["meta_info"]
+            none = (await client.post(GENERATE, json={**body, "logprob_start_len": 9})).json()["meta_info"]
+        assert (backend.requests[0].sampling.prompt_logprobs is None) == (role == "prefill")
+        found = whole["input_token_logprobs"]
+        if role == "prefill":
+            assert found == later["input_token_logprobs"] == []
+            continue
+        assert [entry[1] for entry in found] == ids
+        assert found[0] == [None, 5, None]
+        assert all(entry[0] is not None for entry in found[1:])
+        assert [len(entry or ()) for entry in whole["input_top_logprobs"]] == [0, 2, 2, 2]
+        assert later["input_token_logprobs"] == found[2:]
+        assert none["input_token_logprobs"] == []
+
+
+async def test_a_prompt_may_be_scored_without_an_answer(client: httpx.AsyncClient) -> None:
+    body = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
+    answer = (await ask(client, **body)).json()
+    assert (answer["text"], answer["output_ids"]) == ("", [])
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+    assert len(answer["meta_info"]["input_token_logprobs"]) == answer["meta_info"]["prompt_tokens"]
+
+
+async def test_everything_that_shapes_other_answers_shapes_these(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
+    sampling = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.2}
+    await ask(client, sampling_params={**sampling, "regex": "[a-z]+", "logit_bias": {"5": 1.0}, "max_new_tokens": 2})
+    got = backend.requests[0].sampling
+    assert (got.min_p, got.presence_penalty, got.frequency_penalty, got.repetition_penalty) == (0.1, 0.5, -1, 1.2)
+    assert got.grammar is not None
+    assert (got.grammar.kind, got.logit_bias) == ("regex", ((5, 1.0),))
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -162,7 +205,11 @@ async def test_log_probabilities(client: httpx.AsyncClient) -> None:
         ({"sampling_params": {"structural_tag": "{}"}}, "structural_tag"),
         ({"top_logprobs_num": 2}, "top_logprobs_num"),
         ({"return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
-        ({"logprob_start_len": 0}, "logprob_start_len"),
+        ({"logprob_start_len": -2}, "logprob_start_len"),
+        ({"logprob_start_len": [0]}, "logprob_start_len"),
+        ({"return_logprob": True, "logprob_start_len": 0, "stream": True}, "logprob_start_len"),
+        ({"sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        ({"sampling_params": {"regex": "[", "n": 2}}, "regex"),
         ({"token_ids_logprob": [5]}, "token_ids_logprob"),
         ({"image_data": "x"}, "image_data"),
         ({"lora_path": "x"}, "lora_path"),

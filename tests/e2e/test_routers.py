@@ -153,6 +153,18 @@ def test_answers_are_those_of_the_decode_node_itself(house: House, router: Route
             event.get("index", 0): event for event in events(router.http.post(GENERATE, json={**asked, "stream": True}))
         }
         assert without_meta([last[i] for i in range(n)]) == wanted
+    scored = {
+        "text": QUESTION,
+        "sampling_params": {"max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    wanted, found = (
+        http.post(GENERATE, json=scored).json()["meta_info"]["input_token_logprobs"] for http in (direct, router.http)
+    )
+    assert [entry[1] for entry in found] == [entry[1] for entry in wanted]
+    assert found[0][0] is wanted[0][0] is None
+    assert [entry[0] for entry in found[1:]] == pytest.approx([entry[0] for entry in wanted[1:]])  # read, written again
     for path in ("/health_generate", "/get_model_info", "/get_server_info", "/get_loads"):
         assert router.http.get(path).status_code == 200, path
     flushed = router.http.post("/flush_cache")
