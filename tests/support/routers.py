@@ -71,14 +71,15 @@ class Router:
         self._n_workers = len(workers)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[Router]:
-        """The router, which knows its workers; ended on every way out."""
+    def running(self, *, n_workers: int | None = None, **environment: str) -> Iterator[Router]:
+        """The router, when it knows ``n_workers`` (those that it was given); ended on every way out."""
+        n_wanted = self._n_workers if n_workers is None else n_workers
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                self.command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "NO_COLOR": "1"}
+                self.command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "NO_COLOR": "1", **environment}
             )
         try:
-            until(lambda: len(self.healthy()) == self._n_workers, START_S, f"the router knows all workers: {self.log}")
+            until(lambda: len(self.healthy()) == n_wanted, START_S, f"the router knows all workers: {self.log}")
             yield self
         finally:
             self._process.terminate()
