@@ -49,12 +49,15 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Node]]
         cluster.start()
         cluster.wait_ready()
         for i in range(2):
-            node = found[f"decode-{i}"]
-            known = lambda node=node: [peer["state"] for peer in node.info()["peers"]] == ["registered"] * 2  # noqa: E731
-            until(known, WITHIN_S, f"{node.name} knows both prefill nodes")
+            wait_registered(found[f"decode-{i}"], 2)
         yield found
     finally:
         cluster.stop(END_S, DRAIN_S)
+
+
+def wait_registered(node: Node, n_peers: int) -> None:
+    known = lambda: [peer["state"] for peer in node.info()["peers"]] == ["registered"] * n_peers  # noqa: E731
+    until(known, WITHIN_S, f"{node.name} knows its prefill nodes")
 
 
 def pod_of(node: Node) -> Any:
