@@ -5,6 +5,7 @@ The texts are bounded and read where prompts are. Nothing is generated, so both 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -14,13 +15,14 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from server.api.answers import token_key
 from server.api.bodies import body_nbytes
-from server.api.chat import check_template, read_conversation
+from server.api.chat_requests import check_chat, conversation_of
 from server.api.errors import InvalidRequest
 from server.api.fields import ignored_fields, ignored_header
 from server.api.requests import check_model
 from server.api.schemas import ChatCompletionRequest
 from server.api.streaming import until_disconnect
 from server.api.tokenizing import PromptReader
+from server.chat.formats import ChatFormat
 from server.engine.request import Backend
 
 
@@ -67,7 +69,7 @@ TokenizeRequest = Annotated[
 ]
 
 
-def tokens_router(backend: Backend, reader: PromptReader, route_class: type[APIRoute]) -> APIRouter:
+def tokens_router(backend: Backend, reader: PromptReader, chat: ChatFormat, route_class: type[APIRoute]) -> APIRouter:
     """``route_class`` bounds the body; see :func:`~server.api.bodies.bounded_route`."""
     router = APIRouter(route_class=route_class)
 
@@ -80,8 +82,9 @@ def tokens_router(backend: Backend, reader: PromptReader, route_class: type[APIR
             read = reader.read([body.prompt], "prompt", add_special_tokens=body.add_special_tokens)
             [ids] = await until_disconnect(request.receive, read)
         else:
-            ignored = [*body.ignored, *check_template(body, backend.tokenizer)]
-            ids = await until_disconnect(request.receive, read_conversation(reader, body, body_nbytes(request)))
+            ignored = [*body.ignored, *check_chat(body, chat)]
+            prepare = partial(chat.prepare, conversation_of(body, chat), body.forced_calls)
+            _, ids = await until_disconnect(request.receive, reader.read_chat(prepare, body_nbytes(request)))
         names = None
         if body.return_token_strs:
             spell = reader.map_ids(ids, lambda token_id: token_key(backend.tokenizer, token_id))
