@@ -56,8 +56,9 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Node]]
 
 
 def wait_registered(node: Node, n_peers: int) -> None:
-    known = lambda: [peer["state"] for peer in node.info()["peers"]] == ["registered"] * n_peers  # noqa: E731
-    until(known, WITHIN_S, f"{node.name} knows its prefill nodes")
+    """Until a decode node can use so many prefill nodes."""
+    states = ["registered"] * n_peers
+    until(lambda: [peer["state"] for peer in node.info()["peers"]] == states, WITHIN_S, f"{node.name} has its peers")
 
 
 def pod_of(node: Node) -> Any:
@@ -98,6 +99,4 @@ def test_pods_are_found_used_and_forgotten(kind: Any, nodes: dict[str, Node], tm
                 prefilled.add(answer["pd"]["prefill"])
             assert len(prefilled) == 2
             api.remove("decode-1")
-            gone = nodes["decode-1"].url
-            known = lambda: gone in {worker["url"] for worker in router.workers()}  # noqa: E731
-            until(lambda: not known(), WITHIN_S, "the router forgets a pod that ends")
+            until(lambda: nodes["decode-1"].url not in router.healthy(), WITHIN_S, "the router forgets a pod that ends")

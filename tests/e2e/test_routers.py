@@ -22,6 +22,18 @@ COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/gener
 QUESTION = "Question: Tom has 8 bags with 8 books each. How many books does Tom have?\nAnswer:"
 GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
 SAMPLED: dict[str, Any] = {"max_tokens": 12, "temperature": 0.9, "seed": 5, "n": 3, "ignore_eos": True}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [3, 7]}, "op": {"enum": ["+", "-"]}, "b": {"enum": [4, 12]}},
+            "required": ["a", "op", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
 HEALS_S = 60.0
 PAUSE_S = 0.05
 """Between the requests of one client, so that whatever else has to happen gets its turn on a small machine."""
@@ -38,9 +50,10 @@ class House:
     decode: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.prefill = [Node("prefill", self.log(f"p{i}"), "--slots", "4", name=f"p{i}") for i in range(3)]
+        shared = ("--slots", "4", "--chat-format", "deepseek_v4")
+        self.prefill = [Node("prefill", self.log(f"p{i}"), *shared, name=f"p{i}") for i in range(3)]
         peers = [word for node in self.prefill for word in ("--prefill", node.address)]
-        options = (*peers, "--slots", "4", "--spec-tokens", "3")
+        options = (*shared, *peers, "--spec-tokens", "3")
         self.decode = [Node("decode", self.log(f"d{i}"), *options, name=f"d{i}") for i in range(3)]
 
     def log(self, name: str) -> Path:
@@ -114,6 +127,21 @@ def without_meta(answer: Any) -> Any:
     return [(one["text"], one["output_ids"]) for one in (answer if isinstance(answer, list) else [answer])]
 
 
+def calls(answer: httpx.Response) -> list[tuple[str, str]]:
+    """Name and arguments of every call of an answer, whole or streamed; their ids are drawn anew each time."""
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        [choice] = choices(answer)
+        return [(call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]]
+    found: dict[int, list[str]] = {}
+    for event in events(answer):
+        for choice in event["choices"]:
+            for call in choice["delta"].get("tool_calls") or ():
+                function, parts = call["function"], found.setdefault(call["index"], ["", ""])
+                parts[0] += function.get("name") or ""
+                parts[1] += function.get("arguments") or ""
+    return [(name, arguments) for name, arguments in found.values()]
+
+
 def test_answers_are_those_of_the_decode_node_itself(house: House, router: Router) -> None:
     """Whole and streamed, one sample and three, on every route, of both prefill and both decode nodes."""
     direct = house.decode[0].http
@@ -130,6 +158,18 @@ def test_answers_are_those_of_the_decode_node_itself(house: House, router: Route
                 for choice in event["choices"]:
                     texts[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
             assert texts == [choice.get("text") or choice["message"]["content"] for choice in wanted]
+    tools = {
+        **chat,
+        "max_tokens": 256,
+        "temperature": 0,
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
+    called = calls(direct.post(CHAT, json=tools))
+    assert [name for name, _ in called] == ["calculator"]
+    assert calls(router.http.post(CHAT, json=tools)) == called
+    assert calls(router.http.post(CHAT, json={**tools, "stream": True})) == called
     for _ in range(8):
         answer = router.http.post(COMPLETIONS, json={**prompt, **GREEDY})
         prefilled.add(answer.json()["pd"]["prefill"])
