@@ -37,6 +37,8 @@ from server.engine.request import MAX_LOGPROBS, SamplingParams
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """Where a request says nothing, as in SGLang."""
+MAX_STREAMED_LOGPROBS = 1 << 15
+"""Log probabilities that one streamed generation may come to: each chunk repeats those before."""
 _INT64 = 1 << 63
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
@@ -143,6 +145,14 @@ class GenerateRequest(BaseModel):
         if self.shows_prompt and self.stream:
             message = "logprob_start_len from 0 on is not available with stream: true."
             raise InvalidRequest("logprob_start_len", message)
+        n_new = DEFAULT_MAX_NEW_TOKENS if self.sampling_params.max_tokens is None else self.sampling_params.max_tokens
+        n_logprobs = n_new * (1 + (self.top_logprobs_num or 0)) if self.return_logprob else 0
+        if self.stream and n_logprobs > MAX_STREAMED_LOGPROBS:
+            message = (
+                f"max_new_tokens {n_new} with log probabilities may come to {n_logprobs} of them, and each chunk of a "
+            )
+            message += f"stream repeats those before: at most {MAX_STREAMED_LOGPROBS} are streamed."
+            raise InvalidRequest("return_logprob", message)
         if self.sampling_params.max_tokens == 0 and not self.shows_prompt:
             message = "max_new_tokens: 0 needs return_logprob and logprob_start_len: there is no answer without them."
             raise InvalidRequest("sampling_params.max_new_tokens", message)

@@ -208,6 +208,7 @@ async def test_everything_that_shapes_other_answers_shapes_these(
         ({"logprob_start_len": -2}, "logprob_start_len"),
         ({"logprob_start_len": [0]}, "logprob_start_len"),
         ({"return_logprob": True, "logprob_start_len": 0, "stream": True}, "logprob_start_len"),
+        ({"return_logprob": True, "stream": True, "sampling_params": {"max_new_tokens": 1 << 20}}, "return_logprob"),
         ({"sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs"),
         ({"sampling_params": {"regex": "[", "n": 2}}, "regex"),
         ({"token_ids_logprob": [5]}, "token_ids_logprob"),
