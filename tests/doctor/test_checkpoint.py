@@ -29,9 +29,10 @@ def files(model: Path) -> list[Finding]:
 
 
 def tokenizer(model: Path) -> list[Finding]:
-    return run_check(Check("tokenizer", checkpoint.tokenizer, 60.0), plan_of(model=model))
+    return list(child.ask(["tokenizer"], {"model": str(model)}))
 
 
+@pytest.mark.processes
 def test_the_bundled_checkpoint_is_ok(model: Path) -> None:
     assert levels(files(model)) == [Level.OK]
     assert set(levels(tokenizer(model))) <= {Level.OK, Level.WARNING}
@@ -54,7 +55,8 @@ def test_a_wrong_shape_is_named(model: Path) -> None:
     tensors = load_file(model / WEIGHTS)
     tensors["norm.weight"] = np.zeros(3, np.float32)
     save_file(tensors, model / WEIGHTS)
-    words = only_error(child.tensors(plan_of(model=model)))
+    request = {"model": str(model), "draft": None}
+    words = only_error(list(child.ask(["tensors"], request)))
     assert "norm.weight has shape [3], config.json asks for" in words
 
 
@@ -62,11 +64,13 @@ def test_a_model_that_does_not_exist_is_said_so() -> None:
     assert "there is no such directory" in only_error(files(Path("/nowhere")))
 
 
+@pytest.mark.processes
 def test_a_broken_tokenizer_is_named(model: Path) -> None:
     (model / "tokenizer.json").write_text("{")
     assert "the tokenizer cannot be loaded" in only_error(tokenizer(model))
 
 
+@pytest.mark.processes
 def test_more_tokens_than_rows_are_an_error(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
