@@ -101,11 +101,6 @@ async def test_openmetrics_where_it_is_asked_for(
     assert "# EOF" not in plain.text
 
 
-async def test_load_is_told_to_routers(client: httpx.AsyncClient) -> None:
-    answer = await client.get("/get_load")
-    assert answer.json() == [{"num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 512}]
-
-
 @pytest.mark.parametrize("path", ["/health", "/ready", "/server_info", "/model_info", "/metrics", "/v1/models"])
 async def test_a_prefill_node_has_the_same_information(tokenizer: Tokenizer, path: str) -> None:
     async with client_of(FakeBackend(tokenizer, role="prefill")) as client:
