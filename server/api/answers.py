@@ -86,6 +86,10 @@ class Writer(ABC):
         self._model = backend.model_name
         self._tokenizer = backend.tokenizer
 
+    def answer(self) -> Answer:
+        """What collects one generation's outputs for :meth:`choice`."""
+        return Answer()
+
     @abstractmethod
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         """The whole answer of generation ``index``."""

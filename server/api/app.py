@@ -24,6 +24,7 @@ from server.api.rooms import rooms_router
 from server.api.status import STATUS
 from server.api.streaming import StreamTimes
 from server.api.tokenizing import PromptReader
+from server.chat.registry import ChatSettings, chat_format
 from server.engine.request import Backend
 
 
@@ -36,11 +37,13 @@ def create_app(
     cors_origins: Sequence[str] = (),
     stream_times: StreamTimes = StreamTimes(),  # noqa: B008 - frozen
     lanes: Lanes | None = None,
+    chat_settings: ChatSettings = ChatSettings(),  # noqa: B008 - frozen
 ) -> FastAPI:
     """The routes for ``backend``. Those of a prefill node are the same; it refuses requests that name no room.
 
     ``registry`` is what ``/metrics`` shows; the count of HTTP answers is added to it, so it takes one app.
     ``api_key`` is what clients must send, if any. Browsers may use it from pages of ``cors_origins`` (``*``: of any).
+    ``chat_settings`` choose the chat format and what is looked for in answers.
     What a client may cost is limited below the app, see :mod:`server.api.http_protocol`. ``lanes``, which the app
     closes at its end, are where long work waits.
     """
@@ -86,7 +89,7 @@ def create_app(
     app.include_router(models_router(backend))
     app.include_router(rooms_router(backend))
     app.include_router(completions_router(backend, reader, route_class))
-    app.include_router(chat_router(backend, reader, route_class))
+    app.include_router(chat_router(backend, reader, chat_format(backend.tokenizer, chat_settings), route_class))
     app.include_router(page_router())
     for route in app.routes:
         if isinstance(route, APIRoute):

@@ -64,7 +64,7 @@ HARMLESS = frozenset(
         # details of something that is refused by itself
         *("parallel_tool_calls", "truncation_side", "routed_experts_start_len", "routed_experts_prompt_start"),
         *("return_flat_raw_top_logprobs_b64", "guided_decoding_backend"),
-        # how reasoning is shown: no parser separates it here, so nothing is hidden or held back
+        # how reasoning is shown, which only chat completions tell from the rest: there they are honoured
         *("separate_reasoning", "stream_reasoning"),
     }
 )
@@ -78,7 +78,7 @@ _REFUSED_UNLESS_NOTHING = (
     # where the answer ends
     *("stop_regex", "repetition_detection"),
     # constrained decoding and tools
-    *("guided_whitespace_pattern", "tools", "functions", "web_search_options"),
+    *("guided_whitespace_pattern", "functions", "web_search_options"),
     # how the answer is spelled
     *("audio", "include_stop_str_in_output", "no_stop_trim"),
     # more than the text
@@ -94,28 +94,31 @@ REFUSED: Mapping[str, Harmless] = {
     "min_new_tokens": _ZERO,
     "length_penalty": _ONE,
     **dict.fromkeys(("custom_params", "vllm_xargs", "kv_transfer_params", "ec_transfer_params"), _EMPTY),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "include_reasoning"), _only(True)),
-    **dict.fromkeys(("tool_choice", "function_call"), _or("none", "auto")),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), _only(True)),
+    "function_call": _or("none", "auto"),
     "thinking_token_budget": _or(-1),
     "modalities": _or(["text"]),
     "verbosity": _or("medium"),
 }
 """Fields of both routes that would change the answer and are not built, each with the values that change nothing."""
 
-REFUSED_IN_COMPLETIONS: Mapping[str, Harmless] = {**REFUSED, "add_special_tokens": _only(True)}
+REFUSED_IN_COMPLETIONS: Mapping[str, Harmless] = {
+    **REFUSED,
+    "add_special_tokens": _only(True),
+    "tools": _nothing,
+    "include_reasoning": _only(True),
+    "tool_choice": _or("none", "auto"),
+}
 REFUSED_IN_CHAT: Mapping[str, Harmless] = {
     **REFUSED,
     "add_special_tokens": _nothing,
     "echo": _nothing,
     "best_of": _or(1),
     "chat_template": _nothing,
-    "continue_final_message": _nothing,
     "documents": _nothing,
-    "reasoning_effort": _or("none"),
-    "thinking": _or({"type": "disabled"}),
     "task": _nothing,
 }
-"""The template of the checkpoint spells the conversation, and neither thinks nor reads documents by a field."""
+"""The chat format of the checkpoint spells the conversation, and reads no documents."""
 
 
 def refuse_unsupported(body: Mapping[str, Any], refused: Mapping[str, Harmless]) -> None:

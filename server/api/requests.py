@@ -13,7 +13,7 @@ import xxhash
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from server.api.answers import Answer, Usage, Writer
+from server.api.answers import Answer, Writer
 from server.api.chunks import Chunks, event, pd_object
 from server.api.errors import InvalidRequest, failure_body
 from server.api.generations import Generations
@@ -101,7 +101,7 @@ async def serve(
     lane: Lane = request.app.state.answers_lane
     try:
         if not body.stream:
-            answers = await until_disconnect(request.receive, _collect(generations, writer.usage))
+            answers = await until_disconnect(request.receive, _collect(generations, writer))
             headers = generations.route_headers
             pd = pd_object(request_id(), headers)
             spell = partial(_respond, writer, best_answers(answers, body), pd, headers)
@@ -212,14 +212,14 @@ def best_answers(answers: Sequence[Answer], body: GenerationFields) -> Sequence[
     return [replace(answer, logprobs=[]) for answer in best] if body.n_logprobs is None else best
 
 
-async def _collect(generations: Generations, usage: Usage) -> list[Answer]:
-    answers = [Answer() for _ in range(len(generations))]
+async def _collect(generations: Generations, writer: Writer) -> list[Answer]:
+    answers = [writer.answer() for _ in range(len(generations))]
 
     def add_waiting() -> None:
         while (item := generations.take()) is not None:
             index, output = item
             answers[index].add(output)
-            usage.add(output)
+            writer.usage.add(output)
 
     with generations.read_by(add_waiting):
         while not generations.is_over:

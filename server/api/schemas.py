@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -22,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from server.api.chat_fields import MAX_CALLS, ChatFields, check_calls
 from server.api.errors import InvalidRequest
 from server.api.fields import (
     REFUSED,
@@ -258,6 +260,7 @@ class ChatMessage(BaseModel):
 
     role: Annotated[str, Field(min_length=1)]
     content: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=MAX_CALLS), AfterValidator(check_calls)] | None = None
 
     @field_validator("content", mode="after")
     @classmethod
@@ -277,15 +280,22 @@ class ChatMessage(BaseModel):
             raise ValueError(f"a message of role {reprlib.repr(self.role)} needs a content")
         return self
 
+    @property
+    def extra(self) -> dict[str, Any]:
+        """All fields but role and content that say something."""
+        extra = {**(self.model_extra or {}), "tool_calls": self.tool_calls}
+        return {name: value for name, value in extra.items() if value}
+
     def for_template(self) -> dict[str, Any]:
         """The message with its content as one string; text parts are joined by newlines."""
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part["text"] for part in content)
-        return {"role": self.role, "content": content or "", **(self.model_extra or {})}
+        calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        return {"role": self.role, "content": content or "", **(self.model_extra or {}), **calls}
 
 
-class ChatCompletionRequest(GenerationFields):
+class ChatCompletionRequest(GenerationFields, ChatFields):
     """``POST /v1/chat/completions``."""
 
     refused = REFUSED_IN_CHAT
@@ -294,7 +304,6 @@ class ChatCompletionRequest(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
 
     @field_validator("chat_template_kwargs")
     @classmethod

@@ -8,13 +8,14 @@ commits, fences or probes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from server.api.errors import InvalidRequest
 from server.api.lanes import Lane, Lanes
 from server.api.schemas import Prompt
+from server.chat.formats import Prompt as ChatPrompt
 from server.engine.grammar import Grammar
 from server.engine.request import Backend
 from server.engine.tokenizer_process import EncodingJob
@@ -72,23 +73,16 @@ class PromptReader:
             await self._run(n_ids, INLINE_IDS, self._lanes.texts, partial(self._check_ids, given, field))
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    async def read_chat(
-        self,
-        messages: list[dict[str, Any]],
-        variables: Mapping[str, Any],
-        *,
-        add_generation_prompt: bool,
-        body_nbytes: int,
-    ) -> list[int]:
-        """Token ids of a conversation. ``body_nbytes`` is the size of the request, which bounds what a template sees.
+    async def read_chat(self, prepare: Callable[[], ChatPrompt], body_nbytes: int) -> tuple[ChatPrompt, list[int]]:
+        """A conversation's prompt, which ``prepare`` makes, and its token ids. ``body_nbytes`` is the size of the
+        request, which bounds what a chat format sees.
 
-        :raises RequestFailed: as :meth:`read`, and what the template refuses.
+        :raises RequestFailed: as :meth:`read`, and what the chat format refuses.
         """
-        render = partial(self._tokenizer.render_chat, messages, variables, add_generation_prompt=add_generation_prompt)
-        text = await self._run(body_nbytes, INLINE_CHARS, self._lanes.templates, render)
-        self._check_text_length(text, "messages")
-        [ids] = await self._encode([text], is_rendered=True)
-        return ids
+        prompt = await self._run(body_nbytes, INLINE_CHARS, self._lanes.templates, prepare)
+        self._check_text_length(prompt.text, "messages")
+        [ids] = await self._encode([prompt.text], is_rendered=True)
+        return prompt, ids
 
     async def read_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of words that an answer must not have: each as at the beginning of a text and, as in vLLM, behind a
