@@ -1,10 +1,11 @@
 """Trains, measures and exports the tiny DeepSeek-V4 under `server/assets/tiny-dsv4`.
 
-python scripts/train_tiny.py train        # resumes where it stopped; exports when done
-python scripts/train_tiny.py eval         # accuracy, healthy and with state zeroed before the decode
+python scripts/train_tiny.py train        # everything, from the seed to the README; goes on where it was stopped
+python scripts/train_tiny.py evaluate     # what a checkpoint can do, score by score
+python scripts/train_tiny.py knockouts    # accuracy, healthy and with state zeroed before the decode
+python scripts/train_tiny.py draft        # only the NextN draft layer, on a finished target, into the same checkpoint
+python scripts/train_tiny.py readme       # only the checkpoint's README, from what the others kept
 python scripts/train_tiny.py questions    # the bundled question sets
-python scripts/train_tiny.py readme       # the checkpoint's README from the curve and the measured table
-python scripts/train_tiny.py draft        # the NextN draft layer on the finished target, into the same checkpoint
 """
 
 import json
@@ -25,44 +26,70 @@ from .curriculum import STAGES
 from .draft_training import DraftTrainer, Settings
 from .evaluation import evaluate
 from .problems import Split, question_set
-from .readme import shares, write_draft_section, write_readme
+from .readme import SCORES, TABLE, shares, write_draft_section, write_readme
+from .scores import all_cases, rendered, score
 from .tokenizer import build_tokenizer
 from .training import Trainer
 
 ASSETS = Path(__file__).resolve().parents[2] / "server" / "assets"
 SEED = 0
 MOST_DRAFTED = 3
+SHOWN_CHARS = 120
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 console = Console()
 
 Checkpoint = Annotated[Path, typer.Option(help="The checkpoint folder to write or read.")]
-RunFolder = Annotated[Path, typer.Option(help="Where checkpoint.pt, curve.json and table.json of a run are kept.")]
-Threads = Annotated[int, typer.Option(help="Threads of torch.")]
+State = Annotated[Path, typer.Option(help="Where the state of the run, its curves and measures are kept.")]
+Threads = Annotated[int, typer.Option(help="Threads of torch; the weights depend on it in their last bits.")]
+NQuestions = Annotated[int, typer.Option(help="Bundled questions to ask.")]
+
+DEFAULT_STATE, DEFAULT_CHECKPOINT = Path("build/tiny-dsv4"), ASSETS / "tiny-dsv4"
 
 
 @app.command()
-def train(
-    run_folder: RunFolder = Path("build/tiny-dsv4"),
-    checkpoint: Checkpoint = ASSETS / "tiny-dsv4",
-    threads: Threads = 2,
-) -> None:
-    """Train through all stages, resuming from RUN_FOLDER if it holds a checkpoint, then export."""
+def train(state: State = DEFAULT_STATE, checkpoint: Checkpoint = DEFAULT_CHECKPOINT, threads: Threads = 1) -> None:
+    """Train the target through all stages, export it, train its draft, measure both and write the README.
+
+    Stopped at any time, it goes on from STATE, and ends with the same weights as without a stop.
+    """
     torch.set_num_threads(threads)
-    trainer = Trainer(build_tokenizer(), STAGES, SEED, run_folder)
+    trainer = Trainer(build_tokenizer(), STAGES, SEED, state)
     if trainer.resume():
         console.print(f"resuming at step {trainer.step} of {trainer.schedule.n_steps}")
     trainer.run()
     export_checkpoint(trainer.model, checkpoint)
     console.print(f"exported {checkpoint} after {trainer.seconds / 60:.0f} minutes of training")
+    knockouts(state, checkpoint, threads=threads)
+    evaluation(state, checkpoint, threads=threads)
+    readme(state, checkpoint)
+    draft(state, checkpoint, threads=threads)
 
 
-@app.command(name="eval")
+@app.command(name="evaluate")
 def evaluation(
-    run_folder: RunFolder = Path("build/tiny-dsv4"),
-    checkpoint: Checkpoint = ASSETS / "tiny-dsv4",
+    state: State = DEFAULT_STATE,
+    checkpoint: Checkpoint = DEFAULT_CHECKPOINT,
+    n_questions: NQuestions = 400,
+    n_sums: Annotated[int, typer.Option(help="Sums to ask, in each form.")] = 200,
+    threads: Threads = 1,
+) -> None:
+    """Print the share of right answers to questions, to sums, with thinking and with tools."""
+    scores = score(checkpoint, all_cases(n_questions, n_sums, SEED), threads)
+    console.print(rendered(scores))
+    for each in scores:
+        if each.first_wrong:
+            prompt, answer = each.first_wrong
+            console.print(f"{each.name}: ...{prompt[-SHOWN_CHARS:]!r} -> {answer[:SHOWN_CHARS]!r}", markup=False)
+    _keep(state / SCORES, [asdict(each) for each in scores])
+
+
+@app.command()
+def knockouts(
+    state: State = DEFAULT_STATE,
+    checkpoint: Checkpoint = DEFAULT_CHECKPOINT,
     n_problems: Annotated[int, typer.Option(help="Held-out problems to ask, 4-shot and greedy.")] = 200,
-    threads: Threads = 2,
+    threads: Threads = 1,
 ) -> None:
     """Print accuracy on held-out problems, healthy and after zeroing one piece of the prompt's state."""
     torch.set_num_threads(threads)
@@ -73,8 +100,7 @@ def evaluation(
         bar = progress.add_task("problems", total=n_problems)
         found = evaluate(model, tokenizer, tests, shots, n_shots=4, seed=SEED, on_problem=lambda: progress.advance(bar))
     console.print(found.rendered())
-    run_folder.mkdir(parents=True, exist_ok=True)
-    (run_folder / "table.json").write_text(json.dumps(asdict(found), indent=1) + "\n")
+    _keep(state / TABLE, asdict(found))
 
 
 @app.command()
@@ -88,29 +114,24 @@ def questions(folder: Annotated[Path, typer.Option(help="Where to write.")] = AS
 
 
 @app.command()
-def readme(
-    run_folder: RunFolder = Path("build/tiny-dsv4"),
-    checkpoint: Checkpoint = ASSETS / "tiny-dsv4",
-) -> None:
-    """Write the checkpoint's README.md from RUN_FOLDER's curve.json and table.json."""
-    write_readme(checkpoint, run_folder, SEED)
+def readme(state: State = DEFAULT_STATE, checkpoint: Checkpoint = DEFAULT_CHECKPOINT) -> None:
+    """Write the checkpoint's README.md from the curve and the measures in STATE."""
+    write_readme(checkpoint, state, SEED)
 
 
 @app.command()
 def draft(
-    run_folder: Annotated[Path, typer.Option(help="Where checkpoint.pt and curve.json are kept.")] = Path(
-        "build/tiny-draft"
-    ),
-    checkpoint: Annotated[Path, typer.Option(help="The target's checkpoint folder, which gets the draft.")] = ASSETS
-    / "tiny-dsv4",
+    state: State = DEFAULT_STATE,
+    checkpoint: Checkpoint = DEFAULT_CHECKPOINT,
     seed: Annotated[int, typer.Option(help="Seed of the documents and their order.")] = Settings.seed,
     n_steps: Annotated[int, typer.Option(help="Optimiser steps.")] = Settings.n_steps,
-    n_questions: Annotated[int, typer.Option(help="Bundled questions to measure accept lengths on.")] = 60,
-    threads: Threads = 2,
+    n_questions: NQuestions = 60,
+    threads: Threads = 1,
 ) -> None:
-    """Train the NextN draft layer on the finished target, resuming from RUN_FOLDER, and write it into CHECKPOINT."""
+    """Train the NextN draft layer on the finished target, resuming from STATE/draft, and write it into CHECKPOINT."""
     torch.set_num_threads(threads)
-    trainer = DraftTrainer(checkpoint, build_tokenizer(), Settings(seed=seed, n_steps=n_steps), run_folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    trainer = DraftTrainer(checkpoint, tokenizer, Settings(seed=seed, n_steps=n_steps), state / "draft")
     if trainer.resume():
         console.print(f"resuming at step {trainer.step} of {trainer.settings.n_steps}")
     trainer.run()
@@ -121,3 +142,8 @@ def draft(
         results.append(measure(checkpoint, k, n_questions, threads))
         console.print(f"{k} drafted: mean accept length {results[-1].mean_length:.3f}, accepted {shares(results[-1])}")
     write_draft_section(checkpoint / "README.md", trainer, results, n_questions)
+
+
+def _keep(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from .chat_format import BOS
 from .problems import Fact, Problem, Span, Split, any_problem, asked, filler_sentence, local_problem, priced, stated
-from .tokenizer import ASSISTANT, BOS, END_THINK, EOS, USER
 from .words import GOODS, METALS
 
 ANSWER_WEIGHT, VALUE_WEIGHT, TEXT_WEIGHT = 1.0, 2.0, 0.1
@@ -54,12 +54,8 @@ class Writer:
         return self._fill(n_tokens, lambda: self._completion(any_problem(self.rng, Split.STREAM)))
 
     def local_only(self, n_tokens: int) -> Document:
-        def local() -> Problem:
-            while Split.owner((made := local_problem(self.rng)).question) is not Split.STREAM:
-                pass
-            return made
-
-        return self._fill(n_tokens, lambda: self._completion(local()))
+        """Problems that need nothing from outside the question."""
+        return self._fill(n_tokens, lambda: self._completion(self._local()))
 
     def drill(self, n_tokens: int) -> Document:
         """Sums and differences, one after the other, of the sizes that local problems have."""
@@ -71,10 +67,6 @@ class Writer:
             return [*self._text(f" {total} {sign} {change} ="), *answer, *self._text(".")]
 
         return self._fill(n_tokens, equation)
-
-    def chat(self, n_tokens: int) -> Document:
-        """Turns of the chat form, one problem each, as many as fit."""
-        return self._fill(n_tokens, lambda: self._turn(any_problem(self.rng, Split.STREAM)))
 
     def price_quiz(self, n_tokens: int, most_facts: int, window: int) -> Document:
         """Prices, a window of filler, then a question about each price."""
@@ -107,8 +99,13 @@ class Writer:
             wanted -= len(self.encode(spans[-1].text))
         return spans
 
-    def _fill(self, n_tokens: int, write_one: Callable[[], Document]) -> Document:
-        document = self._text(BOS, 0.0)
+    def _local(self) -> Problem:
+        while Split.owner((made := local_problem(self.rng)).question) is not Split.STREAM:
+            pass
+        return made
+
+    def _fill(self, n_tokens: int, write_one: Callable[[], Document], opening: Iterable[Token] = ()) -> Document:
+        document = [*self._text(BOS, 0.0), *opening]
         while len(document) + len(part := write_one()) <= n_tokens:
             document += part
         return document
@@ -126,15 +123,11 @@ class Writer:
         question = [*self._text("Question:"), *self._spans(made.spans), *self._text("\nAnswer:")]
         return [*question, *self._answer(made), *self._text("\n\n", ANSWER_WEIGHT)]
 
-    def _turn(self, made: Problem) -> Document:
-        first, *rest = made.spans
-        spans = self._spans([replace(first, text=first.text[1:]), *rest])
-        question = [*self._text(USER), *spans, *self._text(ASSISTANT + END_THINK)]
-        return [*question, *self._answer(made), *self._text(EOS, ANSWER_WEIGHT)]
-
     def _answer(self, made: Problem) -> Document:
-        """The answer; of a `far` one the second token is the value that had to be recalled."""
-        tokens = self._text(" " + made.answer, ANSWER_WEIGHT, ANSWER)
+        return self._recalling(made, self._text(" " + made.answer, ANSWER_WEIGHT, ANSWER))
+
+    def _recalling(self, made: Problem, tokens: Document) -> Document:
+        """`tokens` that begin with the answer; of a `far` one the second is the value that had to be recalled."""
         if made.fact is not None:
             about = made.answer.split()[0]
             tokens[1] = tokens[1]._replace(weight=VALUE_WEIGHT, mark=VALUE_MARK[made.fact], recalls=about)

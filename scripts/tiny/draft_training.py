@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from . import attention
 from .checkpoint import load_exported, target_digest
-from .documents import ANSWER_WEIGHT, Batch, Writer
+from .conversations import ConversationWriter
+from .documents import ANSWER_WEIGHT, Batch
 from .loop import Row, Schedule, TrainingLoop, progress_bar
 from .nextn import Anchors, Drafter, NextN
 
@@ -42,7 +43,7 @@ class Settings(Schedule):
     depth_decay: float = 0.8  # the weight of the next drafted token
 
 
-MIXTURE: dict[str, float] = {"few_shot": 0.5, "local_only": 0.35, "chat": 0.15}
+MIXTURE: dict[str, float] = {"few_shot": 0.4, "local_only": 0.25, "chat": 0.15, "sum_chat": 0.1, "tools": 0.1}
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,14 @@ class DraftTrainer(TrainingLoop):
         torch.manual_seed(settings.seed)
         self.layer = NextN.beside(self.target, json.loads((target / "config.json").read_text()))
         self.drafter = Drafter(self.layer, self.target)
-        self.writer = Writer(tokenizer, random.Random(0))
+        self.writer = ConversationWriter(tokenizer, random.Random(0))
         self.pad_id = int(tokenizer.pad_token_id)
         self._lessons: list[Lesson] = []
         optimizer = AdamW(self.layer.parameters(), lr=settings.peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
-        super().__init__(self.layer, optimizer, settings, folder, f"draft of {self.target_digest}: {settings}")
+        super().__init__(self.layer, optimizer, settings, folder)
+
+    def recipe(self) -> str:
+        return f"draft of {self.target_digest}: {self.settings} {MIXTURE}"
 
     def run(self, until: int | None = None) -> None:
         """Lets the target read all lessons, then trains."""

@@ -27,7 +27,7 @@ class Schedule:
     n_warmup: int = 60
     decay_share: float = 0.3
     curve_every: int = 50
-    checkpoint_every: int = 100
+    checkpoint_every: int = 50
 
     def learning_rate(self, step: int) -> float:
         if step < self.n_warmup:
@@ -42,14 +42,18 @@ def progress_bar() -> Progress:
     return Progress(*columns, refresh_per_second=0.5)
 
 
+class OtherRecipe(ValueError):
+    """A folder holds the state of another run."""
+
+
 class TrainingLoop(ABC):
     """Trains `module`. A step depends on the seed, its number and the weights alone, so that a run can be resumed.
 
-    `folder` gets checkpoint.pt and curve.json; only a checkpoint with the same `identity` is resumed.
+    `folder` gets checkpoint.pt and curve.json; only a checkpoint of the same recipe is resumed.
     """
 
-    def __init__(self, module: nn.Module, optimizer: AdamW, schedule: Schedule, folder: Path, identity: str) -> None:
-        self.module, self.optimizer, self.schedule, self.identity = module, optimizer, schedule, identity
+    def __init__(self, module: nn.Module, optimizer: AdamW, schedule: Schedule, folder: Path) -> None:
+        self.module, self.optimizer, self.schedule = module, optimizer, schedule
         self.step, self.seconds = 0, 0.0
         self.curve: list[Row] = []
         self._folder, self._checkpoint = folder, folder / "checkpoint.pt"
@@ -60,6 +64,10 @@ class TrainingLoop(ABC):
         """What the progress bar says of the next step."""
 
     @abstractmethod
+    def recipe(self) -> str:
+        """Everything that the weights after the steps so far depend on."""
+
+    @abstractmethod
     def train_step(self) -> Row:
         """One optimiser step; returns what the next row of the curve is made from."""
 
@@ -68,21 +76,25 @@ class TrainingLoop(ABC):
         """The row of the curve over the steps that gave `reports`."""
 
     def resume(self) -> bool:
-        """Goes on from the last checkpoint, if there is one of this run."""
+        """Goes on from the last checkpoint, if there is one.
+
+        Raises `OtherRecipe` if the steps that led to it are not those that this run would take.
+        """
         if not self._checkpoint.exists():
             return False
         state = torch.load(self._checkpoint, weights_only=True)
-        if state.get("identity") != self.identity:
-            return False
+        self.step = state["step"]
+        if state.get("recipe") != self.recipe():
+            raise OtherRecipe(f"{self._checkpoint} comes from other steps than this run takes: name another folder")
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.seconds, self.curve = state["step"], state["seconds"], state["curve"]
+        self.seconds, self.curve = state["seconds"], state["curve"]
         return True
 
     def save(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         state = {
-            "identity": self.identity,
+            "recipe": self.recipe(),
             "module": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
@@ -115,9 +127,13 @@ class TrainingLoop(ABC):
                 if self.step % self.schedule.checkpoint_every == 0 or self.step == end:
                     self.save()
 
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return self.schedule.learning_rate(self.step)
+
     def optimise(self, loss: Tensor) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule.learning_rate(self.step)
+            group["lr"] = self.learning_rate()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)

@@ -1,8 +1,11 @@
 """The tiny DeepSeek-V4 in transformers, with the controls that training needs on its attention layers."""
 
 import json
+import math
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from .problems import Fact
 
 CSA_RATIO, HCA_RATIO = 4, 128
 EMBEDDING_STD = 0.3
+SHARED_VARIANCE = 0.8
 SHUN_MARGIN = 1.0
 
 
@@ -30,8 +34,14 @@ def raw_config(vocab_size: int) -> dict[str, Any]:
     return config | {"vocab_size": vocab_size}
 
 
-def build_model(vocab_size: int, seed: int) -> DeepseekV4ForCausalLM:
-    """A freshly initialised model; the hash layer routes every token id to random, distinct experts."""
+def build_model(
+    vocab_size: int, seed: int, meanings: Mapping[int, Sequence[str]] = MappingProxyType({})
+) -> DeepseekV4ForCausalLM:
+    """A freshly initialised model; the hash layer routes every token id to random, distinct experts.
+
+    `meanings`: the parts of what a token id means. Tokens that share parts start with similar vectors, so that what is
+    learned about one holds for the others.
+    """
     torch.manual_seed(seed)
     model = DeepseekV4ForCausalLM(DeepseekV4Config(**raw_config(vocab_size)))
     for module in model.modules():
@@ -39,7 +49,19 @@ def build_model(vocab_size: int, seed: int) -> DeepseekV4ForCausalLM:
             module.tid2eid.copy_(torch.rand(vocab_size, module.num_experts).argsort(dim=1)[:, : module.top_k])
     # Large embeddings keep the identity of a token legible up to the HCA layer.
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=EMBEDDING_STD)
+    for weight in (model.model.embed_tokens.weight, model.lm_head.weight):
+        _mix_meanings(weight, meanings)
     return model.float()
+
+
+@torch.no_grad()
+def _mix_meanings(weight: Tensor, meanings: Mapping[int, Sequence[str]]) -> None:
+    """Gives each token of `meanings` its own random vector and those of its parts, at the same size as before."""
+    names = sorted({part for parts in meanings.values() for part in parts})
+    vectors = dict(zip(names, torch.randn(len(names), weight.shape[1]) * weight.std(), strict=True))
+    for token, parts in meanings.items():
+        shared = torch.stack([vectors[part] for part in parts]).sum(0) / math.sqrt(len(parts))
+        weight[token] = math.sqrt(SHARED_VARIANCE) * shared + math.sqrt(1 - SHARED_VARIANCE) * weight[token]
 
 
 def official_tensors(model: DeepseekV4ForCausalLM, state: dict[str, Tensor]) -> dict[str, Tensor]:

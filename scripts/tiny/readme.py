@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -11,15 +12,18 @@ from .curriculum import STAGES
 from .draft_training import DraftTrainer
 from .evaluation import COLUMNS
 from .loop import Row
+from .training import MARKS
 
+TABLE, SCORES = "table.json", "scores.json"
 _DRAFT_HEADING = "## The draft layer"
 
 
 def write_readme(checkpoint: Path, run_folder: Path, seed: int) -> None:
-    """Write `checkpoint`/README.md from the curve and the table that `run_folder` holds."""
+    """Write `checkpoint`/README.md from the curve, the table and the scores that `run_folder` holds."""
     config = json.loads((checkpoint / "config.json").read_text())
     curve = json.loads((run_folder / "curve.json").read_text())
-    table = json.loads((run_folder / "table.json").read_text())
+    table = json.loads((run_folder / TABLE).read_text())
+    scores = json.loads((run_folder / SCORES).read_text())
     weights = checkpoint / "model.safetensors"
     text = _template("readme.md").format(
         n_parameters=_n_parameters(weights) / 1e6,
@@ -30,8 +34,9 @@ def write_readme(checkpoint: Path, run_folder: Path, seed: int) -> None:
         n_steps=sum(stage.n_steps for stage in STAGES),
         minutes=curve[-1]["minutes"],
         seed=seed,
-        curve=_markdown(["step", "loss", "answer", "price", "weight", "minutes"], _thinned(curve, n_rows=16)),
+        curve=_markdown(["step", "loss", *MARKS.values(), "minutes"], _thinned(curve, n_rows=16)),
         stages="; ".join(f"{stage.name} ({stage.n_steps} steps)" for stage in STAGES),
+        scores=_markdown(["score", "right", "of", "share"], [_score_row(each) for each in scores]),
         n_problems=table["n_problems"],
         table=_markdown(
             ["state zeroed", *COLUMNS], [{"state zeroed": name, **row} for name, row in table["rows"].items()]
@@ -73,6 +78,11 @@ def _template(name: str) -> str:
 def _n_parameters(weights: Path) -> int:
     with safe_open(weights, framework="pt") as tensors:
         return sum(tensors.get_tensor(key).numel() for key in tensors.keys() if not key.endswith("tid2eid"))  # noqa: SIM118
+
+
+def _score_row(score: Mapping[str, Any]) -> Mapping[str, object]:
+    n_right, n_cases = score["n_right"], score["n_cases"]
+    return {"score": score["name"], "right": n_right, "of": n_cases, "share": n_right / n_cases}
 
 
 def _thinned(rows: list[Row], n_rows: int) -> list[Row]:

@@ -1,5 +1,7 @@
 """Training of the target through the stages of the curriculum."""
 
+import hashlib
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,9 +14,23 @@ from torch.optim import AdamW
 from transformers import PreTrainedTokenizerFast
 
 from . import attention
-from .documents import ANSWER, PRICE_VALUE, VALUE_MARK, WEIGHT_VALUE, Batch, Document, Writer
+from .conversations import CALL, RESULT, SUM, TALK, ConversationWriter
+from .documents import ANSWER, PRICE_VALUE, VALUE_MARK, WEIGHT_VALUE, Batch, Document
 from .loop import Row, Schedule, TrainingLoop
-from .model import Controls, IndexerMode, build_model
+from .model import Controls, IndexerMode, build_model, raw_config
+from .tokenizer import meanings
+
+N_WARMUP = 60
+MARKS = {
+    ANSWER: "answer",
+    PRICE_VALUE: "price",
+    WEIGHT_VALUE: "weight",
+    SUM: "sum",
+    CALL: "call",
+    RESULT: "result",
+    TALK: "talk",
+}
+"""Names in the curve."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,14 @@ class Stage:
     recall_help: float = 0.2  # weight of the loss that reads a fact straight off the attention output
     most_prices: int = 5
     most_weights: int = 2
+    lr: float = 3e-3
+    last_lr: float | None = None  # where the learning rate ends, along a cosine; without it, it stays
+
+    def learning_rate(self, step: int) -> float:
+        """At step `step` of the stage."""
+        if self.last_lr is None:
+            return self.lr
+        return self.last_lr + (self.lr - self.last_lr) * 0.5 * (1 + math.cos(math.pi * step / self.n_steps))
 
 
 class Trainer(TrainingLoop):
@@ -40,8 +64,8 @@ class Trainer(TrainingLoop):
     def __init__(self, tokenizer: PreTrainedTokenizerFast, stages: Sequence[Stage], seed: int, folder: Path) -> None:
         self.stages, self.seed = stages, seed
         self.pad_id = int(tokenizer.pad_token_id)
-        self.writer = Writer(tokenizer, random.Random(0))
-        self.model = build_model(len(tokenizer), seed).train()
+        self.writer = ConversationWriter(tokenizer, random.Random(0))
+        self.model = build_model(len(tokenizer), seed, meanings(tokenizer)).train()
         self.model.set_attn_implementation(attention.NAME)
         self.controls = Controls(self.model)
         schedule = Schedule(sum(stage.n_steps for stage in stages))
@@ -49,17 +73,40 @@ class Trainer(TrainingLoop):
         others = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
         optimizer = AdamW(groups, lr=schedule.peak_lr, betas=(0.9, 0.95), eps=1e-9)
-        super().__init__(self.model, optimizer, schedule, folder, "target")
+        super().__init__(self.model, optimizer, schedule, folder)
 
     @property
     def stage(self) -> Stage:
         """The stage of the next step; the last one at the end of the run."""
+        return self._place()[0]
+
+    def recipe(self) -> str:
+        """The stages of the steps so far, and a digest of the model's configuration and of documents of each stage.
+
+        Stages of later steps may still change, so that they can be planned while the first ones run.
+        """
+        digest = hashlib.sha256(repr((self.seed, raw_config(self.writer.vocab_size))).encode())
+        begun, start = [], 0
+        for stage in self.stages:
+            if start >= self.step:
+                break
+            begun.append(repr(stage))
+            digest.update(self._batch(stage, start)[0].ids.numpy().tobytes())
+            start += stage.n_steps
+        return "\n".join([digest.hexdigest(), *begun])
+
+    def learning_rate(self) -> float:
+        stage, step = self._place()
+        return stage.learning_rate(step) * min(1.0, (self.step + 1) / N_WARMUP)
+
+    def _place(self) -> tuple[Stage, int]:
+        """The stage of the next step, and how many of its steps are done."""
         step = self.step
         for stage in self.stages:
             if step < stage.n_steps:
-                return stage
+                return stage, step
             step -= stage.n_steps
-        return self.stages[-1]
+        return self.stages[-1], self.stages[-1].n_steps
 
     @property
     def phase(self) -> str:
@@ -68,11 +115,7 @@ class Trainer(TrainingLoop):
     def train_step(self) -> Row:
         """One optimiser step; returns sums to average over a row of the curve."""
         stage = self.stage
-        rng = random.Random(f"{self.seed}-{self.step}")
-        self.writer.rng = rng
-        batch = Batch.of([self._document(stage, rng) for _ in range(stage.n_documents)], stage.n_tokens, self.pad_id)
-        (mode,) = rng.choices(list(stage.modes), list(stage.modes.values()))
-
+        batch, mode = self._batch(stage, self.step)
         self.controls.set_up(stage.window, stage.heavy_rate, mode)
         self.controls.hide_over(batch.hidden)
         logits = attention.banded_logits(self.model, batch.ids)[:, :-1]
@@ -88,7 +131,7 @@ class Trainer(TrainingLoop):
             sums |= {"n_lesson": 1.0, "lesson": lesson.item()}
         self.optimise(loss)
         right = logits.argmax(-1) == targets
-        for mark, name in ((ANSWER, "answer"), (PRICE_VALUE, "price"), (WEIGHT_VALUE, "weight")):
+        for mark, name in MARKS.items():
             chosen = batch.marks[:, 1:] == mark
             sums |= {f"n_{name}": float(chosen.sum()), name: float((right & chosen).sum())}
         return sums
@@ -99,7 +142,7 @@ class Trainer(TrainingLoop):
         def total(name: str) -> float:
             return sum(report.get(name, 0.0) for report in reports)
 
-        names = ("loss", "answer", "price", "weight", "lesson")
+        names = ("loss", *MARKS.values(), "lesson")
         return {name: round(total(name) / total(f"n_{name}"), 4) for name in names if total(f"n_{name}")}
 
     def _recall_loss(self, batch: Batch) -> Tensor:
@@ -119,6 +162,14 @@ class Trainer(TrainingLoop):
             rows, queries = recalled.nonzero(as_tuple=True)
             loss = loss + self.controls.aim_loss(fact, rows, queries, batch.sources[rows, queries + 1])
         return loss
+
+    def _batch(self, stage: Stage, step: int) -> tuple[Batch, IndexerMode]:
+        """The documents of a step, and how it uses the indexer."""
+        rng = random.Random(f"{self.seed}-{step}")
+        self.writer.rng = rng
+        documents = [self._document(stage, rng) for _ in range(stage.n_documents)]
+        (mode,) = rng.choices(list(stage.modes), list(stage.modes.values()))
+        return Batch.of(documents, stage.n_tokens, self.pad_id), mode
 
     def _document(self, stage: Stage, rng: random.Random) -> Document:
         (kind,) = rng.choices(list(stage.mixture), list(stage.mixture.values()))

@@ -1,4 +1,4 @@
-"""The words of the problems; every one of them is a single token of the tiny tokenizer."""
+"""The words of the problems and of the chat; every one of them is a single token of the tiny tokenizer."""
 
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Sam", "Mia", "Leo", "Ida", "Max", "Zoe", "Kim", "Jon")
 ITEMS = ("apples", "pears", "plums", "cards", "books", "pens", "cups", "eggs", "shells", "stamps", "keys", "balls")
@@ -20,10 +20,43 @@ GRAMMAR = (
 )  # fmt: skip
 
 OPERATORS = ("+", "-", "*", "=")
+OPERATOR_WORDS = {"+": "plus", "-": "minus", "*": "times"}
 
-LARGEST_NUMBER = 119
+CHAT_WORDS = (
+    *("What", "Calculate", "Please", "Add", "I", "You", "you", "am", "can", "do", "use", "model", "answer"),
+    *("questions", "numbers", "only", "know", "Ask", "me", "helpful", "assistant", "help", "Hello", "Hi", "who", "Who"),
+    *("That", "not", "calculator", "result", "hello", "thanks", "Thanks", "welcome", "sums", "prices", "weights"),
+    *("?", "this", "be"),
+    *OPERATOR_WORDS.values(),
+)  # fmt: skip
+
+TOOL_WORDS = (
+    *("Calculates", "calculates", "Computes", "Evaluates", "Performs", "Apply", "Returns", "Does", "simple", "basic"),
+    *("arithmetic", "expression", "two", "number", "operator", "operation", "operand", "value", "first", "second"),
+    *("left", "right", "b", "op", "on", "or", "one", "between", "integer", "tool", "function", "Get", "current"),
+    *("weather", "location", "search", "Search", "web", "query", "city", "name", "file", "read", "text", "time"),
+    *("from", "The", "First", "Second", "Operator", "A", "An", "an", "by", "given", "string", "list"),
+    *("your", "any", "all"),
+)  # fmt: skip
+
+JSON_WORDS = (
+    *("name", "description", "parameters", "type", "object", "properties", "required", "number", "integer", "string"),
+    *("enum", "title", "strict", "true", "false", "additionalProperties", "calculator", "op", "result", "boolean"),
+    *("array", "items", "default", "function", "location", "unit", "query", "city", "path", "text", "get", "search"),
+    *("weather", "file", "read", "null", "plus", "answer", "value", "error", "json", "schema", "tool"),
+)  # fmt: skip
+
+AT_LINE_START = (*NAMES, *GOODS, *METALS, "The", "Question", "Answer", "How", *CHAT_WORDS, *TOOL_WORDS[:10], "A", "An")
+
+LARGEST_NUMBER = 199
 
 
-def all_words() -> list[str]:
-    """Every word of the problems, in a fixed order."""
-    return [*GRAMMAR, *OPERATORS, *NAMES, *ITEMS, *GOODS, *METALS, *PLACES, *THINGS, *ADJECTIVES]
+def spaced_words() -> list[str]:
+    """Every word that may stand behind a space, once, in a fixed order."""
+    problems = [*GRAMMAR, *OPERATORS, *NAMES, *ITEMS, *GOODS, *METALS, *PLACES, *THINGS, *ADJECTIVES]
+    return list(dict.fromkeys([*problems, *CHAT_WORDS, *TOOL_WORDS]))
+
+
+def plain_words() -> list[str]:
+    """Every word that may stand at the start of a text or behind a quotation mark, once, in a fixed order."""
+    return list(dict.fromkeys([*AT_LINE_START, *JSON_WORDS]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,23 @@ from server.failure import RequestFailed
 from server.node.options import BUNDLED_MODEL
 from tests.support.byte_bpe import CHAT_TEMPLATE
 
-BUNDLED_TEMPLATE = json.loads((BUNDLED_MODEL / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
+TURNS = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+  {%- if message['role'] == 'user' -%}
+    {{- '<｜User｜>' + message['content'] -}}
+    {%- if loop.last or messages[loop.index0 + 1]['role'] == 'assistant' -%}
+      {{- '<｜Assistant｜></think>' -}}
+    {%- endif -%}
+  {%- elif message['role'] == 'assistant' -%}
+    {{- message['content'] + eos_token -}}
+  {%- elif message['role'] == 'system' -%}
+    {{- message['content'] -}}
+  {%- else -%}
+    {{- raise_exception('messages have the role system, user or assistant, not ' + message['role'][:60]) -}}
+  {%- endif -%}
+{%- endfor -%}
+"""
 USER = {"role": "user", "content": "Tom has <12> & 'more'\n"}
 ANSWER = {"role": "assistant", "content": " so\u00e4 ", "name": None, "reasoning": "because"}
 CONVERSATIONS: list[list[dict[str, Any]]] = [
@@ -32,7 +47,7 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
     [],
 ]
 TEMPLATES = {
-    "bundled": BUNDLED_TEMPLATE,
+    "turns": TURNS,
     "byte bpe": CHAT_TEMPLATE,
     "json": "{{ messages | tojson }}|{{ messages | tojson(indent=2) }}|{{ messages | tojson(sort_keys=true) }}",
     "json of variables": "{{ extra | tojson(ensure_ascii=true, separators=(',', ':')) }}{{ thinking }}",
@@ -100,7 +115,7 @@ FIELDS = st.sampled_from(["role", "content", "name", "reasoning", "thinking", "r
 @given(st.lists(st.dictionaries(FIELDS, JSON, max_size=4), min_size=1, max_size=3))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_any_messages_reach_the_template_as_with_transformers(messages: list[dict[str, Any]]) -> None:
-    for name in ("json", "null fields", "bundled"):
+    for name in ("json", "null fields", "turns"):
         assert rendered(TEMPLATES[name], messages, {}, True) == expected(TEMPLATES[name], messages, {}, True)
 
 
