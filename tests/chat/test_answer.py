@@ -141,6 +141,10 @@ def test_an_answer_may_begin_its_reasoning_itself() -> None:
     assert read("<think>a</think>b", **CHAT) == Answer("", "<think>a</think>b")
 
 
+def test_a_call_ends_the_reasoning() -> None:
+    assert read(f"a{calls(SUM)} b</think>", **OPEN) == Answer("a", "b</think>", [SUM_CALL])
+
+
 def test_reasoning_that_is_not_separated_is_content_and_calls_are_found_in_it() -> None:
     assert read(f"a</think>b{calls(SUM)}", reasoning=None, **OPEN) == Answer("", "a</think>b", [SUM_CALL])
 
@@ -165,7 +169,7 @@ def test_hidden_reasoning_and_calls_beyond_the_first() -> None:
         ("<tool_call> foo </tool_call>", Answer("", "<tool_call> foo </tool_call>")),
         ('<tool_call>{"name": 3}</tool_call>', Answer("", '<tool_call>{"name": 3}</tool_call>')),
         (CALL[:30], Answer()),
-        (CALL[:50], Answer("", "", [("f", CALLED[1][:8])])),
+        (CALL[:50], Answer("", "", [("f", CALLED[1][: len(CALL[:50]) - CALL.index(CALLED[1])])])),
     ],
 )
 def test_hermes(text: str, expected: Answer) -> None:
