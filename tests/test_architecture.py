@@ -50,6 +50,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.doctor": (
         "server.doctor",
         "server.node",
+        "server.chat",
         "server.engine",
         "server.kernels",
         "server.model",

@@ -30,6 +30,7 @@ def compute(plan: NodePlan) -> Iterator[Finding]:
         "device": options.device,
         "kernels": options.kernels,
         "draft": plan.draft,
+        "chat": [options.chat_format, options.tool_parser, options.reasoning_parser],
         "device_nbytes": _on_device(plan),
     }
     return ask(("torch", "kernels", "tensors", "tokenizer"), request)

@@ -11,11 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from server.doctor.findings import Finding, error, ok, warning
 from server.doctor.memory import size
 from server.node.checks import check_model
+
+if TYPE_CHECKING:
+    from server.chat.registry import ChatSettings
+    from server.engine.tokenizer import Tokenizer
 
 TRANSFER_NBYTES = 1 << 20
 TRANSFER_S = 20.0
@@ -60,9 +64,9 @@ def try_tensors(request: dict[str, Any]) -> list[Finding]:
 
 
 def try_tokenizer(request: dict[str, Any]) -> list[Finding]:
-    """It loads, fits the model's vocabulary, has an end; and the chat template."""
+    """It loads, fits the model's vocabulary, has an end; and the chat format that the node would take."""
+    from server.chat.registry import ChatSettings
     from server.engine.tokenizer import Tokenizer
-    from server.engine.tokenizer_files import read_tokenizer_files
     from server.model.config import CheckpointError, load_config
 
     model = Path(request["model"])
@@ -70,7 +74,6 @@ def try_tokenizer(request: dict[str, Any]) -> list[Finding]:
     config = load_config(model)
     try:
         loaded = Tokenizer.load(model)
-        template = read_tokenizer_files(model).chat_template
     except (OSError, CheckpointError):
         raise
     except Exception as reason:
@@ -84,11 +87,21 @@ def try_tokenizer(request: dict[str, Any]) -> list[Finding]:
         found = warning("tokenizer", f"{words}, {end}")
     else:
         found = ok("tokenizer", words)
-    if template is None:
-        chat = warning("chat template", "none: /v1/chat/completions is refused; add a chat_template.jinja")
-    else:
-        chat = ok("chat template", f"{len(template):,} characters")
-    return [found, chat]
+    return [found, _chat(loaded, ChatSettings(*request["chat"]))]
+
+
+def _chat(tokenizer: Tokenizer, settings: ChatSettings) -> Finding:
+    from server.chat.formats import TemplateFormat
+    from server.chat.registry import ChatFormatMissing, chat_format
+
+    try:
+        chat = chat_format(tokenizer, settings)
+    except ChatFormatMissing as reason:
+        return error("chat", f"{reason}: choose another --chat-format")
+    if chat.name == TemplateFormat.name and not tokenizer.chat_template:
+        return warning("chat", "no chat template: /v1/chat/completions is refused; add a chat_template.jinja")
+    tools = "no tool parser" if chat.tools is None else f"tool parser {chat.tools.name}"
+    return ok("chat", f"format {chat.name}, {tools}, reasoning parser {'on' if chat.reasoning else 'off'}")
 
 
 def try_transfer(request: dict[str, Any]) -> list[Finding]:

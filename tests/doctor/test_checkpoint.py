@@ -15,6 +15,7 @@ from server.doctor.examination import Check, run_check
 from server.doctor.findings import Finding, Level
 from server.node.options import BUNDLED_MODEL
 from tests.doctor.support import levels, only_error, plan_of
+from tests.support.byte_bpe import write_tokenizer_dir
 
 WEIGHTS = "model.safetensors"
 
@@ -28,8 +29,8 @@ def files(model: Path) -> list[Finding]:
     return run_check(Check("checkpoint", checkpoint.files), plan_of(model=model))
 
 
-def tokenizer(model: Path) -> list[Finding]:
-    return list(child.ask(["tokenizer"], {"model": str(model)}))
+def tokenizer(model: Path, chat_format: str = "auto") -> list[Finding]:
+    return list(child.ask(["tokenizer"], {"model": str(model), "chat": [chat_format, "auto", "auto"]}))
 
 
 @pytest.mark.processes
@@ -77,3 +78,15 @@ def test_more_tokens_than_rows_are_an_error(model: Path) -> None:
     found = tokenizer(model)
     assert found[0].level is Level.ERROR
     assert "100 rows in the model" in found[0].words
+
+
+@pytest.mark.processes
+def test_a_chat_format_that_the_checkpoint_cannot_have_is_an_error(model: Path) -> None:
+    bytes_alone = write_tokenizer_dir(model.parent / "bytes")
+    shutil.copy(bytes_alone / "tokenizer.json", model)
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (model / name).unlink(missing_ok=True)
+    assert [(f.level, f.subject) for f in tokenizer(model)][1] == (Level.WARNING, "chat")
+    found = tokenizer(model, "deepseek_v4")[1]
+    assert found.level is Level.ERROR
+    assert "does not have the tokens of DeepSeek-V4" in found.words
