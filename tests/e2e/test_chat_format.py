@@ -124,3 +124,54 @@ async def test_a_forced_call_has_arguments_by_its_schema(nodes: tuple[Node, Node
         assert arguments["city"] in ("Bern", "Ōsaka")
         assert arguments["days"] in (1, 2)
         assert arguments.keys() <= {"city", "days", "hourly"}
+
+
+RESPONSES: dict[str, dict[str, Any]] = {
+    "plain": {"temperature": 0},
+    "required": {"tools": TOOLS, "tool_choice": "required", "temperature": 1.0},
+    "named, thinking": {"tools": TOOLS, "tool_choice": NAMED, "reasoning_effort": "max"},
+    "object": {"response_format": {"type": "json_object"}, "temperature": 0},
+}
+
+
+def as_response(body: dict[str, Any]) -> dict[str, Any]:
+    """A request for chat completions, as the Responses API has it."""
+    request: dict[str, Any] = {"input": QUESTION, "max_output_tokens": 64, "seed": 5, **body}
+    if "tools" in request:
+        request["tools"] = [{"type": "function", **tool["function"]} for tool in request["tools"]]
+    if isinstance(request.get("tool_choice"), dict):
+        request["tool_choice"] = {"type": "function", "name": request["tool_choice"]["function"]["name"]}
+    if (effort := request.pop("reasoning_effort", None)) is not None:
+        request["reasoning"] = {"effort": effort}
+    if (response_format := request.pop("response_format", None)) is not None:
+        request["text"] = {"format": response_format}
+    return request
+
+
+async def respond(node: Node, body: dict[str, Any], *, stream: bool) -> dict[str, Any]:
+    """The same of a response as :func:`plain` has of a chat completion."""
+    async with httpx.AsyncClient(base_url=node.url, timeout=60) as client:
+        answer = await client.post("/v1/responses", json={**as_response(body), "stream": stream})
+    assert answer.status_code == 200, answer.text
+    last = answer.text.removesuffix("\n\n").rpartition("\n\n")[2]
+    response = json.loads(last.partition("\ndata: ")[2])["response"] if stream else answer.json()
+    items = response["output"]
+    texts = [(item["type"], part["text"]) for item in items for part in item.get("content", ())]
+    calls = [item for item in items if item["type"] == "function_call"]
+    end = "length" if response["status"] == "incomplete" else "tool_calls" if calls else "stop"
+    return {
+        "content": "".join(text for kind, text in texts if kind == "message"),
+        "reasoning": "".join(text for kind, text in texts if kind == "reasoning"),
+        "calls": [{"name": item["name"], "arguments": item["arguments"]} for item in calls],
+        "finish_reason": end,
+    }
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+async def test_a_response_is_the_chat_completion_of_the_same_conversation(nodes: tuple[Node, Node], name: str) -> None:
+    [expected] = await ask(nodes[0], RESPONSES[name], stream=False)
+    del expected["tokens"]
+    answers = await asyncio.gather(
+        *(respond(node, RESPONSES[name], stream=stream) for node in nodes for stream in (False, True))
+    )
+    assert answers == [expected] * 4
