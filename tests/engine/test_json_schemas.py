@@ -35,7 +35,7 @@ def requests_of(schemas: Sequence[Schema], tokenizer: Tokenizer) -> list[Generat
 def answers_of(requests: Sequence[GenerationRequest], tokenizer: Tokenizer, k: int) -> list[tuple[str, object]]:
     """The text of each answer, and why it ended, with ``k`` drafted tokens a step."""
     harness = Harness(load(BUNDLED_MODEL, draft=True), tokenizer, k)
-    answers = []
+    answers: list[tuple[str, object]] = []
     try:
         for first in range(0, len(requests), AT_ONCE):
             batch = requests[first : first + AT_ONCE]
