@@ -73,7 +73,7 @@ class ChatWriter(Writer):
     def answer(self) -> ChatAnswer:
         return ChatAnswer(parser=AnswerParser(self._syntax))
 
-    def whole(self, answers: Sequence[Answer], pd: Mapping[str, str]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Answer], pd: Mapping[str, str]) -> Any:
         """As vLLM does, with the log probabilities of the prompt beside the choices, which have it in common."""
         answer, found, n_top = super().whole(answers, pd), answers[0].prompt_logprobs, self._n_prompt_logprobs
         if found is not None and n_top is not None:

@@ -120,6 +120,28 @@ REFUSED_IN_CHAT: Mapping[str, Harmless] = {
 }
 """The chat format of the checkpoint spells the conversation, and reads no documents."""
 
+REFUSED_IN_SAMPLING_PARAMS: Mapping[str, Harmless] = {
+    **{name: harmless for name, harmless in REFUSED.items() if name != "min_new_tokens"},
+    "structural_tag": _nothing,
+    # The names of other routes: SGLang's differ, or the field belongs outside of sampling_params.
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens", "seed"), _nothing),
+    **dict.fromkeys(("model", "stream", "stream_options", "user", "prompt_logprobs"), _nothing),
+    **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room"), _nothing),
+}
+REFUSED_IN_GENERATE: Mapping[str, Harmless] = {
+    **dict.fromkeys(("input_embeds", "image_data", "video_data", "audio_data", "modalities"), _nothing),
+    **dict.fromkeys(("lora_path", "lora_id", "session_params", "custom_logit_processor"), _nothing),
+    **dict.fromkeys(("token_ids_logprob", "return_hidden_states", "return_routed_experts"), _nothing),
+    **dict.fromkeys(("return_bytes", "return_entropy", "require_reasoning"), _nothing),
+}
+"""Of ``POST /generate``, in and beside its ``sampling_params``."""
+HARMLESS_IN_GENERATE = frozenset(
+    {
+        "model",  # no field of SGLang's; smg says "unknown" there if its client named none
+        *("log_metrics", "no_logs", "background", "conversation_id", "bootstrap_pair_key", "decode_tp_size"),
+    }
+)
+
 
 def refuse_unsupported(body: Mapping[str, Any], refused: Mapping[str, Harmless]) -> None:
     """:raises InvalidRequest: ``body`` has a field of ``refused`` with a value that would change the answer."""

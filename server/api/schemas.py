@@ -94,7 +94,8 @@ class GenerationFields(SamplingFields, GrammarFields, PromptFields):
             return handler(data)
         refuse_unsupported(data, cls.refused)
         fields = handler(data)
-        ignored = ignored_fields(data, cls.model_fields.keys() | cls.refused.keys())
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        ignored = ignored_fields(data, known | cls.refused.keys())
         if isinstance(options := data.get("stream_options"), dict):
             ignored += ignored_fields(options, StreamOptions.model_fields, "stream_options.")
         fields._ignored = ignored  # noqa: SLF001 - its own; pydantic takes any name without _ for a field of the body
@@ -128,7 +129,7 @@ class GenerationFields(SamplingFields, GrammarFields, PromptFields):
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs", "prompt_logprobs is not available with stream: true.")
         if self.asked_max_tokens == 0 and not self.shows_prompt:
-            field = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+            field = self.max_tokens_field
             raise InvalidRequest(field, f"{field}: 0 needs echo or prompt_logprobs: there is no answer without them.")
         return self
 
@@ -145,6 +146,11 @@ class GenerationFields(SamplingFields, GrammarFields, PromptFields):
     def asked_max_tokens(self) -> int | None:
         """What the request itself says; the newer of the two names wins."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def max_tokens_field(self) -> str:
+        """The name of the field that :attr:`asked_max_tokens` came in."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def n_logprobs(self) -> int | None:

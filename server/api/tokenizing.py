@@ -55,8 +55,9 @@ class PromptReader:
         """Ends the process. Its caller should have ended every request before."""
         self._process.close()
 
-    async def read(self, prompts: Sequence[Prompt], field: str) -> list[list[int]]:
-        """Token ids of each prompt. ``field`` is the request's, for errors.
+    async def read(self, prompts: Sequence[Prompt], field: str, *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each prompt. ``field`` is the request's, for errors. With ``add_special_tokens`` texts get those
+        that the tokenizer's own settings add.
 
         :raises InvalidRequest: 400, a prompt that cannot fit the context, by its length alone, or a wrong token id.
         :raises RequestFailed: 400 for text that is no Unicode; 503 or 504 as :meth:`.Lane.run`.
@@ -67,10 +68,9 @@ class PromptReader:
             self._check_text_length(text, field)
         for ids in given:
             check_prompt_length(len(ids), self._backend.max_context, field)
-        encoded = iter(await self._encode(texts)) if texts else iter(())
+        encoded = iter(await self._encode(texts, is_rendered=not add_special_tokens)) if texts else iter(())
         if given:
-            n_ids = sum(map(len, given))
-            await self._run(n_ids, INLINE_IDS, self._lanes.texts, partial(self._check_ids, given, field))
+            await self._run_by_ids(sum(map(len, given)), partial(self._check_ids, given, field))
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     async def read_chat(self, prepare: Callable[[], ChatPrompt], body_nbytes: int) -> tuple[ChatPrompt, list[int]]:
@@ -124,10 +124,23 @@ class PromptReader:
 
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         """Texts of token ids that :meth:`read` has checked."""
-        n_ids = sum(map(len, prompts))
-        return await self._run(
-            n_ids, INLINE_IDS, self._lanes.texts, lambda: [self._tokenizer.decode(ids) for ids in prompts]
-        )
+        return await self._run_by_ids(sum(map(len, prompts)), lambda: [self._tokenizer.decode(ids) for ids in prompts])
+
+    async def text_of(self, ids: Sequence[int], field: str) -> str:
+        """Text of token ids whose number the caller has bounded. ``field`` is the request's, for errors.
+
+        :raises InvalidRequest: 400, a wrong token id.
+        """
+
+        def check_and_decode() -> str:
+            self._check_ids([ids], field)
+            return self._tokenizer.decode(ids)
+
+        return await self._run_by_ids(len(ids), check_and_decode)
+
+    async def map_ids(self, ids: Sequence[int], function: Callable[[int], T]) -> list[T]:
+        """``function`` of each of ``ids``, off the event loop if there are many."""
+        return await self._run_by_ids(len(ids), lambda: [function(token_id) for token_id in ids])
 
     async def _encode(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[list[int]]:
         n_chars = sum(map(len, texts))
@@ -139,6 +152,9 @@ class PromptReader:
             return ids if is_rendered else [self._tokenizer.with_one_bos(one) for one in ids]
         encode = self._tokenizer.encode_rendered if is_rendered else self._tokenizer.encode
         return await self._run(n_chars, INLINE_CHARS, self._lanes.texts, lambda: [encode(text) for text in texts])
+
+    async def _run_by_ids(self, n_ids: int, function: Callable[[], T]) -> T:
+        return await self._run(n_ids, INLINE_IDS, self._lanes.texts, function)
 
     @staticmethod
     async def _run(size: int, inline_size: int, lane: Lane, function: Callable[[], T]) -> T:

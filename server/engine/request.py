@@ -253,5 +253,7 @@ class Backend(Protocol):
         ...
 
     def load(self) -> dict[str, int]:
-        """What routers ask for: ``num_reqs`` under way, ``num_waiting_reqs`` of them waiting, ``num_tokens`` held."""
+        """What routers ask for: ``num_reqs`` under way, ``num_waiting_reqs`` of them waiting, ``num_tokens`` held of
+        ``max_total_num_tokens``, and how many may run at once, ``max_running_requests``.
+        """
         ...

@@ -263,7 +263,7 @@ class NodeOptions:
 
     keep_rooms: int = option(
         OBSERVING,
-        "records of rooms that ended, for /rooms; about 2 KB of memory each",
+        "records of rooms that ended, for /rooms; up to 8 KB of memory each",
         default=256,
         type=room_count,
         metavar="N",

@@ -25,6 +25,7 @@ from server.engine.events import (
     Scrubbed,
 )
 from server.engine.generation import NodeGeneration
+from server.engine.prompt_logprobs import ENTRY_NBYTES
 from server.engine.request import GenerationRequest
 from server.failure import Failure, RequestFailed, internal_error
 from server.node.context import NodeContext, NodeSettings
@@ -462,6 +463,7 @@ class PrefillRoomManager:
                 self._queue_moved()
                 self.step(req, Advanced(event.n_computed))
             case PromptScored():
+                self._metrics.prompt_logprobs(len(event.rows) // ENTRY_NBYTES)
                 if req.scores_kept is not None:
                     req.scores_kept += event.rows
                 self.step(req, Scored(event.rows))

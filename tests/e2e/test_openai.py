@@ -93,8 +93,9 @@ def test_a_prompt_is_scored_without_an_answer(client: openai.OpenAI, tokenizer: 
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (prompt, "length")
     assert whole.usage is not None
     assert whole.usage.completion_tokens == 0
-    assert len(found.token_logprobs or ()) == len(tokenizer.encode(prompt))
-    assert (found.token_logprobs or ())[0] is None
+    scores: list[float | None] = list(found.token_logprobs or [])
+    assert len(scores) == len(tokenizer.encode(prompt))
+    assert scores[0] is None
     offsets = found.text_offset or []
     assert offsets == sorted(offsets)
     assert offsets[-1] == len(prompt) - 1

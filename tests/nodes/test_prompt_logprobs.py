@@ -75,6 +75,8 @@ async def test_they_come_with_the_first_output(max_tokens: int, n_top: int) -> N
             check(await outputs(d.node, asked), asked)
         await until(lambda: all_free(p) and all_free(d))
         assert d.engine.wrong_bytes == []
+        n_computed = (0 + 1 + 200 + 999) * (1 + n_top)
+        assert p.metric("pd_prompt_logprobs_total") == d.metric("pd_prompt_logprobs_total") == n_computed
 
 
 async def test_a_node_that_computes_prompts_itself_says_the_same() -> None:
