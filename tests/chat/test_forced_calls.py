@@ -118,6 +118,7 @@ def test_hermes(library: LLTokenizer, tokenizer: Tokenizer) -> None:
         {"type": "object", "properties": ["x"]},
         {"$ref": "elsewhere"},
         {"type": "object", "minProperties": 1},
+        {"properties": {f"p{i}": {"$ref": "#/$defs/P"} for i in range(99)}, "$defs": {"P": {"enum": ["x" * 1000]}}},
     ],
 )
 def test_parameters_that_dsml_cannot_force_are_refused(schema: dict[str, Any]) -> None:
