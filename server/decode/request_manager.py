@@ -98,6 +98,7 @@ class RequestManager:
         if settings.draft_state is not None:
             self._draft_metrics = DraftMetrics(context.metrics.registry, settings.spec_tokens, settings.draft_state)
         self.request_metrics = RequestMetrics(context.metrics.registry, DECODE)
+        self._token_metrics = self.request_metrics.tokens
         self.records = RoomRecords(DECODE, settings.keep_rooms, context.clock, context.traces)
         self.records.on_end += [self.request_metrics.ended, log_end]
         self._epochs = itertools.count(1)
@@ -440,13 +441,13 @@ class RequestManager:
 
     def _count(self, record: RoomRecorder, output: TokenOutput) -> None:
         """Counts an output. It runs for every token: plain numbers, and the reading of the clock that there is."""
-        now, n_tokens, tokens = self.queue.moved_at, len(output.token_ids), self.request_metrics.tokens
+        now, n_tokens = self.queue.moved_at, len(output.token_ids)
         if record.n_steps:
-            tokens.gap(now - record.token_at)
+            self._token_metrics.next_output(n_tokens, now - record.token_at)
         else:
             self._context.hooks.entered("decode")
             record.first_token(now)
-            self.request_metrics.first_token(record)
+            self.request_metrics.first_token(record, n_tokens)
         if self._draft_metrics is not None and output.n_proposed:
             self._draft_metrics.step(output, record.n_generated)
             record.n_proposed += output.n_proposed
@@ -454,7 +455,6 @@ class RequestManager:
         record.token_at = now
         record.n_steps += 1
         record.n_generated += n_tokens
-        tokens.n_generated += n_tokens
 
     def _release(self, req: DecodeRequest) -> None:
         if req.placement is not None:

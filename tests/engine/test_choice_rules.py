@@ -137,6 +137,7 @@ def test_a_grammar_ends_the_answer(harnesses: dict[int, Harness]) -> None:
         for r in batch:
             last = outputs_of(events, r.request_id)[-1].output
             assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, None)
+            assert 1 not in tokens_of(events, r.request_id), "there is no step for the end alone"
         assert {text for _, text in answers(events, batch)} <= {"ab", "abc"}
 
 

@@ -219,6 +219,10 @@ class SimulatedDialer:
     def tasks(self) -> list[asyncio.Task[None]]:
         return []
 
+    @property
+    def peer_hosts(self) -> frozenset[str]:
+        return frozenset()  # addresses are names here
+
     def open(self) -> None:
         self.close()
         self._is_open = True
