@@ -10,6 +10,7 @@ from typing import Any
 from server.chat.dsml import CALLS, END_CALLS, END_INVOKE, END_PARAMETER, INVOKE, PARAMETER
 from server.chat.hermes import BEGIN, END
 from server.chat.reasoning_grammar import escaped
+from server.engine.grammar import MAX_GRAMMAR_CHARS
 from server.failure import Failure, RequestFailed
 
 _SPACING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -32,8 +33,10 @@ def dsml_grammar(tools: Sequence[Mapping[str, Any]], is_parallel: bool, reasonin
     Parameters come in the order of their schema, those that are not required or are left out. A text without conditions
     is written as it is, any other value as JSON.
 
-    :raises RequestFailed: 400 ``unsupported``: a tool's parameters are no plain object.
+    :raises RequestFailed: 400 ``unsupported``: a tool's parameters are no plain object; ``invalid_grammar``: the
+        definitions that parameters share, which each of them has to repeat, make it too long.
     """
+    n_chars = 0
     rules = _begin(is_parallel, reasoning, _literal(f"\n\n{CALLS}\n"), _literal(END_CALLS), len(tools))
     for i, tool in enumerate(tools):
         name, schema = _function(tool)
@@ -41,6 +44,10 @@ def dsml_grammar(tools: Sequence[Mapping[str, Any]], is_parallel: bool, reasonin
         for k, (key, value, is_required) in enumerate(_properties(name, schema)):
             parts.append(f"p{i}_{k}" + ("" if is_required else "?"))
             rules.append(f"p{i}_{k}: {_parameter(key, value)}")
+            n_chars += len(rules[-1])
+            if n_chars > MAX_GRAMMAR_CHARS:  # found here, before it is many times what the request has
+                reason = f"tool_choice: the grammar of these tools has more than {MAX_GRAMMAR_CHARS} characters"
+                raise RequestFailed(Failure("invalid_grammar", reason), param="tool_choice")
         rules.append(f"call{i}: {' '.join(parts)} {_literal(END_INVOKE + chr(10))}")
     return "\n".join(rules)
 
@@ -91,7 +98,8 @@ def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """``schema``, or what it refers to among its own definitions."""
     parts = str(schema.get("$ref", "")).split("/")
     if len(parts) == 3 and parts[0] == "#" and parts[1] in ("$defs", "definitions"):
-        target = (schema.get(parts[1]) or {}).get(parts[2])
+        definitions = schema.get(parts[1])
+        target = definitions.get(parts[2]) if isinstance(definitions, dict) else None
         if isinstance(target, dict):
             return {**target, parts[1]: schema[parts[1]]}
     return schema
