@@ -107,7 +107,7 @@ async def serve(
             headers = generations.route_headers
             pd = pd_object(request_id(), headers)
             spell = partial(_respond, writer, best_answers(answers, body), pd, headers)
-            size = n_entries(answer.prompt_logprobs for answer in answers)
+            size = n_entries(answer.prompt_logprobs for answer in answers) + writer.n_repeated
             return spell() if size <= INLINE_ENTRIES else await until_disconnect(request.receive, lane.run(size, spell))
         times: StreamTimes = request.app.state.stream_times
         chunks: StreamChunks = (
