@@ -32,9 +32,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.engine": ("server.engine", "server.model", "server.kernels.sampling", "server.cache", "server.failure"),
     "server.transfer": ("server.transfer", "server.cache", "server.failure", "server.memory"),
     "server.faults": ("server.faults", "server.transfer", "server.cache"),
+    "server.chat": ("server.chat", "server.engine.request", "server.engine.grammar", "server.failure"),
     "server.telemetry": ("server.telemetry", "server.transfer", "server.cache", "server.failure"),
     "server.api": (
         "server.api",
+        "server.chat",
         "server.engine.grammar",
         "server.engine.request",
         "server.engine.prompt_logprobs",
@@ -48,6 +50,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.doctor": (
         "server.doctor",
         "server.node",
+        "server.chat",
         "server.engine",
         "server.kernels",
         "server.model",
@@ -79,6 +82,7 @@ ROLES = ("server.prefill", "server.decode")
 OWNERS: dict[str, tuple[str, ...]] = {
     "mooncake": ("server.transfer.engines",),
     "zmq": ("server.transfer", "server.prefill", "server.decode"),
+    "deepseek_recipe": ("server.chat",),
     "fastapi": ("server.api",),
     "starlette": ("server.api",),
     "uvicorn": ("server.api", "server.prefill", "server.decode"),

@@ -23,6 +23,8 @@ from server.kernels.build import NoCompiler, Target, build, find_compiler, isas_
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "server" / "assets"
+pytestmark = pytest.mark.timeout(900)
+"""The first of these tests may have to compile the kernels."""
 NOT_SHIPPED = {".git", ".venv", ".run", "build", "dist", "__pycache__"}
 USED_WITHOUT_IMPORT = {"httptools", "jinja2"}
 """Used by another dependency, which does not ask for it."""
@@ -168,7 +170,7 @@ def test_installed_wheel_loads_its_kernels(wheel: zipfile.ZipFile, tmp_path: Pat
     code = "from server.kernels.library import load; print(load().path)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True, check=False, timeout=100,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(tmp_path))

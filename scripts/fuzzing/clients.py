@@ -16,7 +16,6 @@ from fuzzing.witness import Answers, Witness
 
 WITHIN_S = 10.0
 """A small request beside an attack is answered within this time. It takes a few hundredths of a second alone."""
-WARM_UP_S = 1.0
 FORGET_S = 20.0
 LINGER_S = 1.0
 """Small requests are asked for so long after an attack: its work may outlive its clients."""
@@ -30,9 +29,6 @@ def attack_pair(pair: Pair, attacks: Sequence[Attack], seed: int, seconds: float
     report: dict[str, Any] = {"quiet": _shown(quiet)}
     mistakes = [f"quiet: {mistake}" for mistake in quiet.mistakes(WITHIN_S)[:3]]
     registered = pair.p.info()["peers"]
-    for node in (pair.d, pair.p):  # the first large requests fill what the allocators keep
-        for attack in (Attack.BODIES, Attack.LISTS):
-            http_clients.run(attack, node.url, seed, min(seconds, WARM_UP_S))
     before = {node: node.resources().rss_mib for node in pair.nodes}
     for attack in attacks:
         for node in (pair.d, pair.p):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from cluster import Node, Resources, nothing_left
+from cluster import ClusterFailed, Node, Resources, nothing_left
 from cluster.asking import Outcome, Question, ask
 from cluster.oracle import OracleCluster, oracle_cluster
 from hostile.http_clients import GROWTH
@@ -59,7 +59,6 @@ class Soak:
 
     async def _play(self, episode: Episode) -> None:
         event = episode.event
-        before = {node: node.resources().rss_mib for node in self._nodes.subjects}
         clients = [asyncio.create_task(self._client(room)) for room in episode.rooms]
         for room in episode.rooms:
             self._right_answer(room.question)  # so that one process computes while the pair does
@@ -69,7 +68,7 @@ class Soak:
         outcomes = await asyncio.gather(*clients)
         await self._heal(episode)
         if event.kind in HOSTILE:
-            await self._forget(episode, before)
+            await self._forget(episode)
         for room, outcome in zip(episode.rooms, outcomes, strict=True):
             question = self._plan.questions[room.question]
             self._report.count(event, outcome)
@@ -111,7 +110,7 @@ class Soak:
         await self._settle(episode)
         new = [node for node in self._nodes.subjects if (node.name, node.lives) not in self._baselines]
         if new:
-            await ask(self._nodes.decode.url, WARM_UP, timeout_s=self._client_timeout_s)
+            await warm_up(self._nodes.prefills, self._ask_warm_up)
             await self._settle(episode)
             self._baselines |= {(node.name, node.lives): node.resources() for node in new}
         await self._find_left(episode, self._grown)
@@ -124,16 +123,17 @@ class Soak:
         seconds = await self._find_left(episode, lambda: [f"leak: {what}" for what in self._nodes.held()])
         self._report.longest_settle_s = max(self._report.longest_settle_s, seconds)
 
-    async def _forget(self, episode: Episode, before: dict[Node, float]) -> None:
-        """Waits until what hostile clients have sent is gone from every node's memory."""
+    async def _ask_warm_up(self) -> None:
+        await ask(self._nodes.decode.url, WARM_UP, timeout_s=self._client_timeout_s)
+
+    async def _forget(self, episode: Episode) -> None:
+        """Waits until what hostile clients have sent is gone from every node's memory, and what it has leaked since its
+        start with it: small leaks add up.
+        """
 
         def kept() -> list[str]:
-            now = {node: node.resources().rss_mib for node in before}
-            return [
-                f"leak: {node.name} has {now[node]:.0f} MiB, {mib:.0f} before"
-                for node, mib in before.items()
-                if now[node] > GROWTH * mib
-            ]
+            nodes = self._nodes.subjects
+            return [what for node in nodes for what in fatter(self._baseline(node), node.resources(), node.name)]
 
         await self._find_left(episode, kept)
 
@@ -162,6 +162,34 @@ def grown(start: Resources, now: Resources, name: str) -> list[str]:
     if now.threads > start.threads + EXECUTOR_THREADS:
         left.append(f"leak: {name} has {now.threads} threads, {start.threads} at its start")
     return left
+
+
+def fatter(start: Resources, now: Resources, name: str) -> list[str]:
+    """What a process keeps of the memory that it needed for a while, in words."""
+    if now.rss_mib <= GROWTH * start.rss_mib:
+        return []
+    return [f"leak: {name} has {now.rss_mib:.0f} MiB, {start.rss_mib:.0f} at its start"]
+
+
+async def warm_up(prefills: Sequence[Node], ask_once: Callable[[], Awaitable[object]]) -> None:
+    """Asks until every prefill node has sent a prompt's state, so that its connections count among those of its start.
+
+    The decode node chooses by load: on a slow machine one of them may take all of the first prompts.
+    Raises :class:`cluster.ClusterFailed`.
+    """
+
+    def committed() -> list[float]:
+        return [node.samples("pd_phase_seconds_count").get(("commit",), 0.0) for node in prefills]
+
+    before, deadline = await asyncio.to_thread(committed), time.monotonic() + START_S
+    while True:
+        now = await asyncio.to_thread(committed)
+        left = [node.name for node, n, m in zip(prefills, before, now, strict=True) if m == n]
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            raise ClusterFailed(f"the decode node has given no prompt to {', '.join(left)} in {START_S:g} s")
+        await asyncio.gather(ask_once(), ask_once())
 
 
 def logged_errors(logs: list[Path]) -> list[str]:

@@ -56,6 +56,7 @@ class Answer:
     """All outputs of one generation put together."""
 
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -64,6 +65,7 @@ class Answer:
 
     def add(self, output: TokenOutput) -> None:
         self.text += output.text
+        self.token_ids += output.token_ids
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         self.completes_prompt |= output.completes_prompt
@@ -86,6 +88,10 @@ class Writer(ABC):
         self._model = backend.model_name
         self._tokenizer = backend.tokenizer
 
+    def answer(self) -> Answer:
+        """What collects one generation's outputs for :meth:`choice`."""
+        return Answer()
+
     @abstractmethod
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         """The whole answer of generation ``index``."""
@@ -94,7 +100,8 @@ class Writer(ABC):
     def chunk_choices(self, index: int, output: TokenOutput) -> list[dict[str, Any]]:
         """The next streamed choices of generation ``index``, one for each chunk; none if there is nothing to say."""
 
-    def whole(self, answers: Sequence[Answer], pd: Mapping[str, str]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Answer], pd: Mapping[str, str]) -> Any:
+        """The whole response, for JSON."""
         choices = [self.choice(index, answer) for index, answer in enumerate(answers)]
         return self._wrap(self.object_name, choices) | {"usage": self.usage.as_dict(), "pd": pd}
 

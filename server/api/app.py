@@ -15,15 +15,19 @@ from server.api.bodies import bounded_route
 from server.api.chat import chat_router
 from server.api.completions import completions_router
 from server.api.errors import install_error_handlers
+from server.api.generate import generate_router
 from server.api.info import info_router, models_router
 from server.api.lanes import Lanes
 from server.api.middleware import ApiKey, HeadAsGet, ResponseCount, WholeBody, response_counter
 from server.api.page import page_router
 from server.api.request_id import RequestId
 from server.api.rooms import rooms_router
+from server.api.router_info import router_info_router
 from server.api.status import STATUS
 from server.api.streaming import StreamTimes
 from server.api.tokenizing import PromptReader
+from server.api.tokens import tokens_router
+from server.chat.registry import ChatSettings, chat_format
 from server.engine.request import Backend
 
 
@@ -36,11 +40,13 @@ def create_app(
     cors_origins: Sequence[str] = (),
     stream_times: StreamTimes = StreamTimes(),  # noqa: B008 - frozen
     lanes: Lanes | None = None,
+    chat_settings: ChatSettings = ChatSettings(),  # noqa: B008 - frozen
 ) -> FastAPI:
     """The routes for ``backend``. Those of a prefill node are the same; it refuses requests that name no room.
 
     ``registry`` is what ``/metrics`` shows; the count of HTTP answers is added to it, so it takes one app.
     ``api_key`` is what clients must send, if any. Browsers may use it from pages of ``cors_origins`` (``*``: of any).
+    ``chat_settings`` choose the chat format and what is looked for in answers.
     What a client may cost is limited below the app, see :mod:`server.api.http_protocol`. ``lanes``, which the app
     closes at its end, are where long work waits.
     """
@@ -84,9 +90,13 @@ def create_app(
     route_class = bounded_route(lanes.bodies, backend)
     app.include_router(info_router(backend, registry))
     app.include_router(models_router(backend))
+    app.include_router(router_info_router(backend, version))
     app.include_router(rooms_router(backend))
     app.include_router(completions_router(backend, reader, route_class))
-    app.include_router(chat_router(backend, reader, route_class))
+    chat = chat_format(backend.tokenizer, chat_settings)
+    app.include_router(chat_router(backend, reader, chat, route_class))
+    app.include_router(generate_router(backend, reader, route_class))
+    app.include_router(tokens_router(backend, reader, chat, route_class))
     app.include_router(page_router())
     for route in app.routes:
         if isinstance(route, APIRoute):

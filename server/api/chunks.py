@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -22,6 +22,18 @@ _fast_json = msgspec.json.Encoder()
 _DEL = b"\x7f"
 """The one ASCII character that the two encoders spell differently in a text."""
 _ascii_json = json.JSONEncoder(separators=(",", ":"))
+
+
+class StreamChunks(Protocol):
+    """Spells the events of one stream."""
+
+    def events(self, index: int, output: TokenOutput) -> list[bytes]:
+        """The events for an output of generation ``index``; none if there is nothing to say."""
+        ...
+
+    def end(self) -> list[bytes]:
+        """What comes behind the last output."""
+        ...
 
 
 class Chunks:

@@ -64,7 +64,7 @@ HARMLESS = frozenset(
         # details of something that is refused by itself
         *("parallel_tool_calls", "truncation_side", "routed_experts_start_len", "routed_experts_prompt_start"),
         *("return_flat_raw_top_logprobs_b64", "guided_decoding_backend"),
-        # how reasoning is shown: no parser separates it here, so nothing is hidden or held back
+        # how reasoning is shown, which only chat completions tell from the rest: there they are honoured
         *("separate_reasoning", "stream_reasoning"),
     }
 )
@@ -78,7 +78,7 @@ _REFUSED_UNLESS_NOTHING = (
     # where the answer ends
     *("stop_regex", "repetition_detection"),
     # constrained decoding and tools
-    *("guided_whitespace_pattern", "tools", "functions", "web_search_options"),
+    *("guided_whitespace_pattern", "functions", "web_search_options"),
     # how the answer is spelled
     *("audio", "include_stop_str_in_output", "no_stop_trim"),
     # more than the text
@@ -94,28 +94,53 @@ REFUSED: Mapping[str, Harmless] = {
     "min_new_tokens": _ZERO,
     "length_penalty": _ONE,
     **dict.fromkeys(("custom_params", "vllm_xargs", "kv_transfer_params", "ec_transfer_params"), _EMPTY),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "include_reasoning"), _only(True)),
-    **dict.fromkeys(("tool_choice", "function_call"), _or("none", "auto")),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), _only(True)),
+    "function_call": _or("none", "auto"),
     "thinking_token_budget": _or(-1),
     "modalities": _or(["text"]),
     "verbosity": _or("medium"),
 }
 """Fields of both routes that would change the answer and are not built, each with the values that change nothing."""
 
-REFUSED_IN_COMPLETIONS: Mapping[str, Harmless] = {**REFUSED, "add_special_tokens": _only(True)}
+REFUSED_IN_COMPLETIONS: Mapping[str, Harmless] = {
+    **REFUSED,
+    "add_special_tokens": _only(True),
+    "tools": _nothing,
+    "include_reasoning": _only(True),
+    "tool_choice": _or("none", "auto"),
+}
 REFUSED_IN_CHAT: Mapping[str, Harmless] = {
     **REFUSED,
     "add_special_tokens": _nothing,
     "echo": _nothing,
     "best_of": _or(1),
     "chat_template": _nothing,
-    "continue_final_message": _nothing,
     "documents": _nothing,
-    "reasoning_effort": _or("none"),
-    "thinking": _or({"type": "disabled"}),
     "task": _nothing,
 }
-"""The template of the checkpoint spells the conversation, and neither thinks nor reads documents by a field."""
+"""The chat format of the checkpoint spells the conversation, and reads no documents."""
+
+REFUSED_IN_SAMPLING_PARAMS: Mapping[str, Harmless] = {
+    **{name: harmless for name, harmless in REFUSED.items() if name != "min_new_tokens"},
+    "structural_tag": _nothing,
+    # The names of other routes: SGLang's differ, or the field belongs outside of sampling_params.
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens", "seed"), _nothing),
+    **dict.fromkeys(("model", "stream", "stream_options", "user", "prompt_logprobs"), _nothing),
+    **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room"), _nothing),
+}
+REFUSED_IN_GENERATE: Mapping[str, Harmless] = {
+    **dict.fromkeys(("input_embeds", "image_data", "video_data", "audio_data", "modalities"), _nothing),
+    **dict.fromkeys(("lora_path", "lora_id", "session_params", "custom_logit_processor"), _nothing),
+    **dict.fromkeys(("token_ids_logprob", "return_hidden_states", "return_routed_experts"), _nothing),
+    **dict.fromkeys(("return_bytes", "return_entropy", "require_reasoning"), _nothing),
+}
+"""Of ``POST /generate``, in and beside its ``sampling_params``."""
+HARMLESS_IN_GENERATE = frozenset(
+    {
+        "model",  # no field of SGLang's; smg says "unknown" there if its client named none
+        *("log_metrics", "no_logs", "background", "conversation_id", "bootstrap_pair_key", "decode_tp_size"),
+    }
+)
 
 
 def refuse_unsupported(body: Mapping[str, Any], refused: Mapping[str, Harmless]) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from server.api.http_limits import REFUSALS, SMALL_BODY_NBYTES, HttpLimits, Refusal
+from server.api.reading_turns import ReadingTurns
 from server.memory import give_back_soon
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class ConnectionManager:
         """Connections that have been refused, and are open only until their clients know."""
         self._growing: dict[Connection, None] = {}
         """Connections whose bodies are large and incomplete, the oldest first."""
+        self.turns = ReadingTurns()
         self._held_nbytes = self._most_held_nbytes = 0
         self._logged_at = -_LOG_EVERY_S
         self._refusals = Counter(
@@ -120,6 +122,10 @@ class ConnectionManager:
                 raise self.limits.refusal("too_many_bodies")
             oldest.refuse(self.limits.refusal("too_many_bodies"))
             self._growing.pop(oldest, None)  # one whose client has just gone refuses nothing
+
+    def is_growing(self, connection: Connection) -> bool:
+        """Whether ``connection`` is in the middle of a large body."""
+        return connection in self._growing
 
     def body_ended(self, connection: Connection) -> None:
         """The body of ``connection`` is complete, or nobody wants the rest."""

@@ -20,6 +20,7 @@ from server.api.direct_body import DirectBody, offer_direct_body
 from server.api.http_connections import Body, ConnectionManager
 from server.api.http_limits import CHUNK_BYTES_A_FRAMING_BYTE, Refusal
 from server.api.middleware import UNSENT_STATUS
+from server.api.reading_turns import FairFlow
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +83,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._flow = FairFlow(transport, self._manager.turns, functools.partial(self._manager.is_growing, self))
+        self.flow = self._flow
         self._wait_for_request()
         self._manager.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._manager.turns.leave(self._flow)
         self._unset_keepalive_if_required()
         self._cancel_deadline()
         self._cancel_write_deadline()

@@ -39,18 +39,12 @@ def info_router(backend: Backend, registry: CollectorRegistry) -> APIRouter:
         return {"status": "ready", "role": backend.role, "reason": reason}
 
     @router.get("/server_info")
-    async def server_info() -> dict[str, Any]:
-        return _server_info(backend)
+    async def get_server_info() -> dict[str, Any]:
+        return server_info(backend)
 
     @router.get("/model_info")
-    async def model_info() -> dict[str, Any]:
-        info = _server_info(backend)
-        return {"is_generation": True} | {name: info[name] for name in MODEL_INFO_FIELDS if name in info}
-
-    @router.get("/get_load")
-    async def get_load() -> list[dict[str, int]]:
-        """What routers that choose by load ask for."""
-        return [backend.load()]
+    async def get_model_info() -> dict[str, Any]:
+        return model_info(backend)
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
@@ -89,10 +83,17 @@ def models_router(backend: Backend) -> APIRouter:
     return router
 
 
-def _server_info(backend: Backend) -> dict[str, Any]:
+def server_info(backend: Backend) -> dict[str, Any]:
+    """What ``/server_info`` answers."""
     basics = {
         "served_model_name": backend.model_name,
         "disaggregation_mode": backend.role,
         "max_context": backend.max_context,
     }
     return basics | backend.server_info()
+
+
+def model_info(backend: Backend) -> dict[str, Any]:
+    """What ``/model_info`` answers: of :func:`server_info` what is about the model."""
+    info = server_info(backend)
+    return {"is_generation": True} | {name: info[name] for name in MODEL_INFO_FIELDS if name in info}

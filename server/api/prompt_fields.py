@@ -25,3 +25,8 @@ class PromptFields(BaseModel):
     def shows_prompt(self) -> bool:
         """Whether the answer has something even if nothing is generated."""
         return self.prompt_logprobs is not None
+
+    @property
+    def prompt_logprobs_field(self) -> str:
+        """The name of the field that asks for them."""
+        return "logprobs" if self.prompt_logprobs is None else "prompt_logprobs"

@@ -18,7 +18,7 @@ HEADER = "x-request-id"
 TRACE_HEADER = "traceparent"
 MAX_CHARS = 128
 _NOT_KEPT = re.compile(r"[^A-Za-z0-9._:/+=@-]")
-_GENERATING = "/v1/"
+_GENERATING = ("/v1/", "/generate")
 
 
 @dataclass

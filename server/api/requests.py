@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,8 +13,8 @@ import xxhash
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from server.api.answers import Answer, Usage, Writer
-from server.api.chunks import Chunks, event, pd_object
+from server.api.answers import Answer, Writer
+from server.api.chunks import Chunks, StreamChunks, event, pd_object
 from server.api.errors import InvalidRequest, failure_body
 from server.api.generations import Generations
 from server.api.lanes import Lane
@@ -83,8 +83,10 @@ async def serve(
     rules: Rules,
     *,
     prompt_field: str,
+    make_chunks: Callable[[Generations], StreamChunks] | None = None,
 ) -> Response:
-    """Generates ``n`` samples for each of ``prompts`` (token ids) and answers whole or as a stream.
+    """Generates ``n`` samples for each of ``prompts`` (token ids) and answers whole or as a stream, whose chunks are
+    OpenAI's unless ``make_chunks`` says else.
 
     The headers of the answer name the prefill node and the rooms. What fails before the head is out is a status code:
     a stream's head waits for the first token of any sample, but not for long (:class:`~.streaming.StreamTimes`). If a
@@ -101,14 +103,18 @@ async def serve(
     lane: Lane = request.app.state.answers_lane
     try:
         if not body.stream:
-            answers = await until_disconnect(request.receive, _collect(generations, writer.usage))
+            answers = await until_disconnect(request.receive, _collect(generations, writer))
             headers = generations.route_headers
             pd = pd_object(request_id(), headers)
             spell = partial(_respond, writer, best_answers(answers, body), pd, headers)
             size = n_entries(answer.prompt_logprobs for answer in answers)
             return spell() if size <= INLINE_ENTRIES else await until_disconnect(request.receive, lane.run(size, spell))
         times: StreamTimes = request.app.state.stream_times
-        chunks = Chunks(writer, body.stream_options or StreamOptions(), generations)
+        chunks: StreamChunks = (
+            Chunks(writer, body.stream_options or StreamOptions(), generations)
+            if make_chunks is None
+            else make_chunks(generations)
+        )
         if is_at_prefill:
             outputs = await until_disconnect(request.receive, _first_tokens(generations, times.head_s))
             events = [event for index, output in outputs for event in chunks.events(index, output)]
@@ -143,7 +149,7 @@ def _generation_requests(
     requests: list[GenerationRequest] = []
     reason = over_limit(sum(map(len, prompts)), body.n_prompt_logprobs, body.n_generated)
     if reason is not None:
-        raise InvalidRequest("logprobs" if body.prompt_logprobs is None else "prompt_logprobs", reason)
+        raise InvalidRequest(body.prompt_logprobs_field, reason)
     for ids in prompts:
         sampling = _fit_context(backend, body, len(ids), prompt_field)
         sampling = replace(sampling, bad_words=rules.bad_words, grammar=rules.grammar)
@@ -184,7 +190,7 @@ def _fit_context(backend: Backend, body: GenerationFields, n_prompt: int, prompt
     if backend.role == PREFILL_ROLE:
         return replace(sampling, max_tokens=min(1, sampling.max_tokens), min_tokens=0, prompt_logprobs=None)
     if body.asked_max_tokens is not None and body.asked_max_tokens > room:
-        field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        field = body.max_tokens_field
         raise InvalidRequest(
             field,
             f"{field}: {n_prompt} prompt tokens and {body.asked_max_tokens} tokens to generate do not fit the context "
@@ -212,14 +218,14 @@ def best_answers(answers: Sequence[Answer], body: GenerationFields) -> Sequence[
     return [replace(answer, logprobs=[]) for answer in best] if body.n_logprobs is None else best
 
 
-async def _collect(generations: Generations, usage: Usage) -> list[Answer]:
-    answers = [Answer() for _ in range(len(generations))]
+async def _collect(generations: Generations, writer: Writer) -> list[Answer]:
+    answers = [writer.answer() for _ in range(len(generations))]
 
     def add_waiting() -> None:
         while (item := generations.take()) is not None:
             index, output = item
             answers[index].add(output)
-            usage.add(output)
+            writer.usage.add(output)
 
     with generations.read_by(add_waiting):
         while not generations.is_over:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -22,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from server.api.chat_fields import MAX_CALLS, ChatFields, check_calls
 from server.api.errors import InvalidRequest
 from server.api.fields import (
     REFUSED,
@@ -92,7 +94,8 @@ class GenerationFields(SamplingFields, GrammarFields, PromptFields):
             return handler(data)
         refuse_unsupported(data, cls.refused)
         fields = handler(data)
-        ignored = ignored_fields(data, cls.model_fields.keys() | cls.refused.keys())
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        ignored = ignored_fields(data, known | cls.refused.keys())
         if isinstance(options := data.get("stream_options"), dict):
             ignored += ignored_fields(options, StreamOptions.model_fields, "stream_options.")
         fields._ignored = ignored  # noqa: SLF001 - its own; pydantic takes any name without _ for a field of the body
@@ -126,7 +129,7 @@ class GenerationFields(SamplingFields, GrammarFields, PromptFields):
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs", "prompt_logprobs is not available with stream: true.")
         if self.asked_max_tokens == 0 and not self.shows_prompt:
-            field = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+            field = self.max_tokens_field
             raise InvalidRequest(field, f"{field}: 0 needs echo or prompt_logprobs: there is no answer without them.")
         return self
 
@@ -143,6 +146,11 @@ class GenerationFields(SamplingFields, GrammarFields, PromptFields):
     def asked_max_tokens(self) -> int | None:
         """What the request itself says; the newer of the two names wins."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def max_tokens_field(self) -> str:
+        """The name of the field that :attr:`asked_max_tokens` came in."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def n_logprobs(self) -> int | None:
@@ -258,6 +266,7 @@ class ChatMessage(BaseModel):
 
     role: Annotated[str, Field(min_length=1)]
     content: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=MAX_CALLS), AfterValidator(check_calls)] | None = None
 
     @field_validator("content", mode="after")
     @classmethod
@@ -277,15 +286,22 @@ class ChatMessage(BaseModel):
             raise ValueError(f"a message of role {reprlib.repr(self.role)} needs a content")
         return self
 
+    @property
+    def extra(self) -> dict[str, Any]:
+        """All fields but role and content that say something."""
+        extra = {**(self.model_extra or {}), "tool_calls": self.tool_calls}
+        return {name: value for name, value in extra.items() if value}
+
     def for_template(self) -> dict[str, Any]:
         """The message with its content as one string; text parts are joined by newlines."""
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part["text"] for part in content)
-        return {"role": self.role, "content": content or "", **(self.model_extra or {})}
+        calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        return {"role": self.role, "content": content or "", **(self.model_extra or {}), **calls}
 
 
-class ChatCompletionRequest(GenerationFields):
+class ChatCompletionRequest(GenerationFields, ChatFields):
     """``POST /v1/chat/completions``."""
 
     refused = REFUSED_IN_CHAT
@@ -294,7 +310,6 @@ class ChatCompletionRequest(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
 
     @field_validator("chat_template_kwargs")
     @classmethod

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.chunks import COMMENT, Chunks, event
+from server.api.chunks import COMMENT, StreamChunks, event
 from server.api.direct_body import DirectBody, direct_body
 from server.api.errors import ClientDisconnected, failure_body, internal_error
 from server.api.generations import Generations
@@ -112,7 +112,7 @@ class LiveStream(EventStream):
     def __init__(
         self,
         generations: Generations,
-        chunks: Chunks,
+        chunks: StreamChunks,
         comment_s: float,
         *,
         headers: Mapping[str, str],

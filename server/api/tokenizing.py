@@ -8,13 +8,14 @@ commits, fences or probes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from server.api.errors import InvalidRequest
 from server.api.lanes import Lane, Lanes
 from server.api.schemas import Prompt
+from server.chat.formats import Prompt as ChatPrompt
 from server.engine.grammar import Grammar
 from server.engine.request import Backend
 from server.engine.tokenizer_process import EncodingJob
@@ -54,8 +55,9 @@ class PromptReader:
         """Ends the process. Its caller should have ended every request before."""
         self._process.close()
 
-    async def read(self, prompts: Sequence[Prompt], field: str) -> list[list[int]]:
-        """Token ids of each prompt. ``field`` is the request's, for errors.
+    async def read(self, prompts: Sequence[Prompt], field: str, *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each prompt. ``field`` is the request's, for errors. With ``add_special_tokens`` texts get those
+        that the tokenizer's own settings add.
 
         :raises InvalidRequest: 400, a prompt that cannot fit the context, by its length alone, or a wrong token id.
         :raises RequestFailed: 400 for text that is no Unicode; 503 or 504 as :meth:`.Lane.run`.
@@ -66,29 +68,21 @@ class PromptReader:
             self._check_text_length(text, field)
         for ids in given:
             check_prompt_length(len(ids), self._backend.max_context, field)
-        encoded = iter(await self._encode(texts)) if texts else iter(())
+        encoded = iter(await self._encode(texts, is_rendered=not add_special_tokens)) if texts else iter(())
         if given:
-            n_ids = sum(map(len, given))
-            await self._run(n_ids, INLINE_IDS, self._lanes.texts, partial(self._check_ids, given, field))
+            await self._run_by_ids(sum(map(len, given)), partial(self._check_ids, given, field))
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    async def read_chat(
-        self,
-        messages: list[dict[str, Any]],
-        variables: Mapping[str, Any],
-        *,
-        add_generation_prompt: bool,
-        body_nbytes: int,
-    ) -> list[int]:
-        """Token ids of a conversation. ``body_nbytes`` is the size of the request, which bounds what a template sees.
+    async def read_chat(self, prepare: Callable[[], ChatPrompt], body_nbytes: int) -> tuple[ChatPrompt, list[int]]:
+        """A conversation's prompt, which ``prepare`` makes, and its token ids. ``body_nbytes`` is the size of the
+        request, which bounds what a chat format sees.
 
-        :raises RequestFailed: as :meth:`read`, and what the template refuses.
+        :raises RequestFailed: as :meth:`read`, and what the chat format refuses.
         """
-        render = partial(self._tokenizer.render_chat, messages, variables, add_generation_prompt=add_generation_prompt)
-        text = await self._run(body_nbytes, INLINE_CHARS, self._lanes.templates, render)
-        self._check_text_length(text, "messages")
-        [ids] = await self._encode([text], is_rendered=True)
-        return ids
+        prompt = await self._run(body_nbytes, INLINE_CHARS, self._lanes.templates, prepare)
+        self._check_text_length(prompt.text, "messages")
+        [ids] = await self._encode([prompt.text], is_rendered=True)
+        return prompt, ids
 
     async def read_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of words that an answer must not have: each as at the beginning of a text and, as in vLLM, behind a
@@ -130,10 +124,23 @@ class PromptReader:
 
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         """Texts of token ids that :meth:`read` has checked."""
-        n_ids = sum(map(len, prompts))
-        return await self._run(
-            n_ids, INLINE_IDS, self._lanes.texts, lambda: [self._tokenizer.decode(ids) for ids in prompts]
-        )
+        return await self._run_by_ids(sum(map(len, prompts)), lambda: [self._tokenizer.decode(ids) for ids in prompts])
+
+    async def text_of(self, ids: Sequence[int], field: str) -> str:
+        """Text of token ids whose number the caller has bounded. ``field`` is the request's, for errors.
+
+        :raises InvalidRequest: 400, a wrong token id.
+        """
+
+        def check_and_decode() -> str:
+            self._check_ids([ids], field)
+            return self._tokenizer.decode(ids)
+
+        return await self._run_by_ids(len(ids), check_and_decode)
+
+    async def map_ids(self, ids: Sequence[int], function: Callable[[int], T]) -> list[T]:
+        """``function`` of each of ``ids``, off the event loop if there are many."""
+        return await self._run_by_ids(len(ids), lambda: [function(token_id) for token_id in ids])
 
     async def _encode(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[list[int]]:
         n_chars = sum(map(len, texts))
@@ -145,6 +152,9 @@ class PromptReader:
             return ids if is_rendered else [self._tokenizer.with_one_bos(one) for one in ids]
         encode = self._tokenizer.encode_rendered if is_rendered else self._tokenizer.encode
         return await self._run(n_chars, INLINE_CHARS, self._lanes.texts, lambda: [encode(text) for text in texts])
+
+    async def _run_by_ids(self, n_ids: int, function: Callable[[], T]) -> T:
+        return await self._run(n_ids, INLINE_IDS, self._lanes.texts, function)
 
     @staticmethod
     async def _run(size: int, inline_size: int, lane: Lane, function: Callable[[], T]) -> T:

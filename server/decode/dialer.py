@@ -41,6 +41,11 @@ class Dialer(Protocol):
         """What the connection cannot live without."""
         ...
 
+    @property
+    def peer_hosts(self) -> frozenset[str]:
+        """The addresses that the connection leads to, mostly one; none while there is none."""
+        ...
+
     def open(self) -> None:
         """Connects anew; closes the connection before."""
         ...
@@ -104,6 +109,10 @@ class ZmqDialer:
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         return self._tasks
+
+    @property
+    def peer_hosts(self) -> frozenset[str]:
+        return self._connections.peer_hosts
 
     def open(self) -> None:
         self.close()

@@ -38,7 +38,7 @@ from server.engine.events import (
     Scrubbed,
 )
 from server.engine.generation import NodeGeneration
-from server.engine.prompt_logprobs import PromptLogprobs
+from server.engine.prompt_logprobs import ENTRY_NBYTES, PromptLogprobs
 from server.engine.request import FinishReason, GenerationRequest, RouteInfo, TokenOutput
 from server.failure import Failure, RequestFailed, internal_error
 from server.node.context import NodeContext
@@ -98,6 +98,7 @@ class RequestManager:
         if settings.draft_state is not None:
             self._draft_metrics = DraftMetrics(context.metrics.registry, settings.spec_tokens, settings.draft_state)
         self.request_metrics = RequestMetrics(context.metrics.registry, DECODE)
+        self._token_metrics = self.request_metrics.tokens
         self.records = RoomRecords(DECODE, settings.keep_rooms, context.clock, context.traces)
         self.records.on_end += [self.request_metrics.ended, log_end]
         self._epochs = itertools.count(1)
@@ -343,6 +344,7 @@ class RequestManager:
         req.record.moved(commit.done)
         if commit.scores is not None and sampling.prompt_logprobs is not None:
             req.generation.prompt_logprobs = PromptLogprobs(sampling.prompt_logprobs, commit.scores)
+            self._metrics.prompt_logprobs(len(commit.scores) // ENTRY_NBYTES)
         if not sampling.max_tokens:
             req.generation.finish(FinishReason.LENGTH)
             self._scrub(req)
@@ -421,6 +423,7 @@ class RequestManager:
         match event:
             case PromptScored():
                 req.scores += event.rows
+                self._metrics.prompt_logprobs(len(event.rows) // ENTRY_NBYTES)
             case Output():
                 n_top = req.request.sampling.prompt_logprobs
                 if self._is_local and n_top is not None and not req.record.n_generated:
@@ -438,13 +441,13 @@ class RequestManager:
 
     def _count(self, record: RoomRecorder, output: TokenOutput) -> None:
         """Counts an output. It runs for every token: plain numbers, and the reading of the clock that there is."""
-        now, n_tokens, tokens = self.queue.moved_at, len(output.token_ids), self.request_metrics.tokens
+        now, n_tokens = self.queue.moved_at, len(output.token_ids)
         if record.n_steps:
-            tokens.gap(now - record.token_at)
+            self._token_metrics.next_output(n_tokens, now - record.token_at)
         else:
             self._context.hooks.entered("decode")
             record.first_token(now)
-            self.request_metrics.first_token(record)
+            self.request_metrics.first_token(record, n_tokens)
         if self._draft_metrics is not None and output.n_proposed:
             self._draft_metrics.step(output, record.n_generated)
             record.n_proposed += output.n_proposed
@@ -452,7 +455,6 @@ class RequestManager:
         record.token_at = now
         record.n_steps += 1
         record.n_generated += n_tokens
-        tokens.n_generated += n_tokens
 
     def _release(self, req: DecodeRequest) -> None:
         if req.placement is not None:

@@ -23,19 +23,26 @@ _LOCALHOST = "localhost"
 
 
 def link_of(links: Sequence[PrefillLink], routed: RoutedRoom) -> PrefillLink:
-    """The connection to the prefill node that a router chose.
+    """The connection to the prefill node that a router chose: by the address that this node was given for it, or, where
+    that is a name, by the address that it leads to.
 
     Raises :class:`RequestFailed` if it is none of ``links``, or not registered, so that the router tries another.
     """
     wanted = _normal(routed.address)
     for link in links:
-        if _normal(link.address) == wanted:
+        if wanted in _addresses(link):
             if not (link.registered or link.coming_back):
                 raise RequestFailed(Failure("no_prefill", f"prefill {link.address}: {link.reason}"))
             return link
     known = ", ".join(link.address for link in links)
     message = f"prefill {routed.address} is not one of this decode node's, which are {known}: add it with --prefill"
     raise RequestFailed(Failure("unknown_prefill", message))
+
+
+def _addresses(link: PrefillLink) -> set[tuple[str, int]]:
+    """What the prefill node of ``link`` may be called."""
+    host, port = _normal(link.address)
+    return {(host, port), *((peer_host, port) for peer_host in link.dialer.peer_hosts)}
 
 
 def _normal(address: str) -> tuple[str, int]:

@@ -137,11 +137,13 @@ def check_digests(found: Evidence) -> Failure | None:
         if theirs[name] != ours:
             values = f"the prefill node has {theirs[name]:016x}, this memory has {ours:016x}"
             return _mismatch(Check.DIGEST, name, f"its digest differs: {values}")
-    claimed, scores = found.done.prompt_logprobs, found.scores
-    if claimed is not None and scores is not None and claimed.digest != scores.digest:
-        values = f"the prefill node has {claimed.digest:016x}, what came has {scores.digest:016x}"
-        return _mismatch(Check.DIGEST, PROMPT_LOGPROBS, f"their digest differs: {values}")
+    if _digests_differ(found.done.prompt_logprobs, found.scores):
+        return _mismatch(Check.DIGEST, PROMPT_LOGPROBS, "their digest is not the one that the prefill node took")
     return None
+
+
+def _digests_differ(claimed: SentPromptLogprobs | None, scores: PartsReceived | None) -> bool:
+    return claimed is not None and scores is not None and claimed.digest != scores.digest
 
 
 def check_handoff(found: Evidence) -> Failure | None:

@@ -1,4 +1,4 @@
-"""Checks that load native code, each in a process of its own: what hangs or crashes there is a finding, not the end.
+"""Checks that load native code, in a process of their own: what hangs or crashes there is a finding, not the end.
 
 What the process does is in :mod:`.trials`.
 """
@@ -9,67 +9,87 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from server.cache.specs import LayoutError
 from server.doctor.findings import Finding, Level, error
-from server.doctor.memory import has_draft_layer, needed_memory
+from server.doctor.memory import needed_memory
 from server.doctor.plan import NodePlan
-from server.model.tensor_files import tensor_headers
-from server.node.checks import check_model
+from server.model.config import CheckpointError
 
 TIMEOUT_S = 60.0
 _MAX_WORDS_CHARS = 400
 
 
-def torch(plan: NodePlan) -> list[Finding]:
-    """Whether torch can be imported and has the device, with memory for this node if that is a GPU."""
+def compute(plan: NodePlan) -> Iterator[Finding]:
+    """torch and the device, kernels, tensors and tokenizer: all of them import torch, which takes seconds."""
     options = plan.options
-    needed = 0
-    if options.device == "cuda":
-        parts = needed_memory(plan)
-        needed = parts.weights + parts.pools
-    return ask("torch", {"device": options.device, "needed": needed})
+    request = {
+        "model": str(options.model),
+        "device": options.device,
+        "kernels": options.kernels,
+        "draft": plan.draft,
+        "chat": [options.chat_format, options.tool_parser, options.reasoning_parser],
+        "device_nbytes": _on_device(plan),
+    }
+    return ask(("torch", "kernels", "tensors", "tokenizer"), request)
 
 
-def kernels(plan: NodePlan) -> list[Finding]:
-    """Which implementation of the network would compute, and for which instruction set it is built."""
-    return ask("kernels", {"kernels": plan.options.kernels, "device": plan.options.device})
-
-
-def tensors(plan: NodePlan) -> list[Finding]:
-    """Whether every tensor is there in the shape that ``config.json`` asks for."""
-    model, draft = plan.options.model, plan.draft
-    check_model(model)
-    if draft is None:
-        draft = has_draft_layer(tensor_headers(model))
-    return ask("tensors", {"model": str(model), "draft": draft})
-
-
-def transfer(plan: NodePlan) -> list[Finding]:
-    """Whether Mooncake really moves bytes from one endpoint on this machine to another."""
-    if plan.peers is None:
-        return []
-    return ask("transfer", {"host": plan.options.transfer_host, "transport": plan.options.transport})
-
-
-def ask(trial: str, request: dict[str, Any], timeout_s: float = TIMEOUT_S) -> list[Finding]:
-    """What :mod:`.trials` finds; an error if it has no answer."""
+def _on_device(plan: NodePlan) -> int:
+    """Bytes that the node needs on a GPU; 0 without one, or for a checkpoint that cannot say it: others report that."""
+    if plan.options.device == "cpu":
+        return 0
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "server.doctor.trials", trial],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return [error(trial, f"no answer within {timeout_s:g} s: a library hangs while it is loaded or used")]
-    if done.returncode == 0:
-        return [Finding(Level(f["level"]), f["subject"], f["words"]) for f in json.loads(done.stdout)]
-    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1][:_MAX_WORDS_CHARS]
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
-        return [error(trial, f"the process that tried it was ended by {name} ({last}): a build for another CPU?")]
-    return [error(trial, f"the process that tried it ended with {done.returncode}: {last}")]
+        needed = needed_memory(plan)
+    except (CheckpointError, LayoutError):
+        return 0
+    return needed.weights + needed.pools
+
+
+def transfer(plan: NodePlan) -> Iterator[Finding]:
+    """Whether Mooncake really moves bytes from one endpoint on this machine to another."""
+    if plan.peers is not None:
+        request = {"host": plan.options.transfer_host, "transport": plan.options.transport}
+        yield from ask(("transfer",), request)
+
+
+def ask(trials: Sequence[str], request: dict[str, Any], timeout_s: float = TIMEOUT_S) -> Iterator[Finding]:
+    """Findings of each trial. One that has no answer within ``timeout_s`` or ends its process is an error; those after
+    it are made in another.
+    """
+    while trials:
+        found, trouble = _run(trials, request, timeout_s)
+        for findings in found:
+            yield from findings
+        trials = trials[len(found) :]
+        if trials:
+            yield error(trials[0], trouble)
+            trials = trials[1:]
+
+
+def _run(trials: Sequence[str], request: dict[str, Any], timeout_s: float) -> tuple[list[list[Finding]], str]:
+    """The findings of each trial that one process came to, and what was wrong with it if these are not all."""
+    command = [sys.executable, "-m", "server.doctor.trials", *trials]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with process:
+        try:
+            stdout, stderr = process.communicate(json.dumps(request).encode(), timeout_s)
+            trouble = _why(process.returncode, stderr)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            stdout, _ = process.communicate()
+            trouble = f"no answer within {timeout_s:g} s: a library hangs while it is loaded or used"
+    return [[_finding(each) for each in json.loads(line)] for line in stdout.splitlines()], trouble
+
+
+def _finding(fields: dict[str, str]) -> Finding:
+    return Finding(Level(fields["level"]), fields["subject"], fields["words"])
+
+
+def _why(returncode: int, stderr: bytes) -> str:
+    last = (stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1][:_MAX_WORDS_CHARS]
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        return f"the process that tried it was ended by {name} ({last}): a build for another CPU?"
+    return f"the process that tried it ended with {returncode}: {last}"

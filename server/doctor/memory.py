@@ -13,6 +13,7 @@ from server.doctor.plan import NodePlan
 from server.model.config import load_config
 from server.model.state import state_components
 from server.model.tensor_files import TensorHeader, tensor_headers
+from server.node.checks import check_model
 
 LIBRARIES_NBYTES = 500 << 20
 """A node without weights and pools: Python, torch, Mooncake, the HTTP server."""
@@ -64,6 +65,7 @@ def memory(plan: NodePlan, root: Path = Path("/")) -> Iterator[Finding]:
 def needed_memory(plan: NodePlan) -> NeededMemory:
     """From the headers of the files. Raises :class:`CheckpointError` and :class:`LayoutError`."""
     options = plan.options
+    check_model(options.model)
     config, headers = load_config(options.model), tensor_headers(options.model)
     draft = has_draft_layer(headers) if plan.draft is None else plan.draft
     geometry = CacheGeometry(

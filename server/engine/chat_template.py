@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn
@@ -32,6 +32,7 @@ CALL_ARGUMENTS = frozenset(
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """A message's reasoning has one of these names; the first that it has is the value of the first two."""
+_END_OF_CONTENT = "zq-end-of-the-last-content"
 _NO_ROLE = "zq-no-role-of-any-template"
 _MAX_REASON_CHARS = 500
 
@@ -43,7 +44,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        self._source = source or ""
+        self.source = source or ""
         self._special_tokens = dict(special_tokens)
 
     def reads(self, name: str) -> bool:
@@ -51,7 +52,7 @@ class ChatTemplate:
 
         A template that does not cannot say anything else because of it.
         """
-        return re.search(rf"\b({re.escape(name)}|tojson|items|values)\b", self._source) is not None
+        return re.search(rf"\b({re.escape(name)}|tojson|items|values)\b", self.source) is not None
 
     def knows_role(self, role: str) -> bool:
         """Whether the template marks messages of this role: it names the role, or writes the name of any role.
@@ -60,7 +61,7 @@ class ChatTemplate:
         """
         if role == "user":
             return True
-        return any(quote + role + quote in self._source for quote in "'\"") or self._minds_roles
+        return any(quote + role + quote in self.source for quote in "'\"") or self._minds_roles
 
     @cached_property
     def _minds_roles(self) -> bool:
@@ -72,15 +73,21 @@ class ChatTemplate:
             return True
 
     def render(
-        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
-        """The text of a conversation.
+        """The text of a conversation; with ``continue_final_message`` up to the end of the last message's content.
 
         :raises RequestFailed: 400 ``no_chat_template``, ``invalid_chat_template_kwargs`` (a name of
             :data:`CALL_ARGUMENTS` or of a special token) or ``chat_template_error`` (the template cannot take the
             messages).
         """
-        if not self._source:
+        if not self.source:
             reason = (
                 "This model has no chat template: use /v1/completions, or give its directory a chat_template.jinja."
             )
@@ -91,7 +98,9 @@ class ChatTemplate:
                 Failure("invalid_chat_template_kwargs", f"chat_template_kwargs may not set {', '.join(reserved)}.")
             )
         try:
-            return self._rendered(messages, variables, add_generation_prompt=add_generation_prompt)
+            if continue_final_message:
+                return self._rendered_to_the_last_content(messages, variables, tools)
+            return self._rendered(messages, variables, tools=tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # whatever a template does with these values, they are the client's
             log.debug("the chat template failed: %r", error)
             reason = str(error)[:_MAX_REASON_CHARS]
@@ -99,8 +108,28 @@ class ChatTemplate:
                 Failure("chat_template_error", f"The chat template refused these messages: {reason}")
             ) from error
 
+    def _rendered_to_the_last_content(
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
+        """The template says where the last message ends; a mark behind its content says where that is."""
+        last = messages[-1] if messages else {}
+        marked = [*messages[:-1], {**last, "content": last.get("content", "") + _END_OF_CONTENT}]
+        text = self._rendered(marked, variables, tools=tools, add_generation_prompt=False)
+        begin, mark, _ = text.rpartition(_END_OF_CONTENT)
+        if not mark:
+            raise ValueError("the last message's content is not in what the template writes: it cannot be continued")
+        return begin
+
     def _rendered(
-        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         if not messages:
             raise ValueError("a conversation has at least one message")
@@ -108,7 +137,7 @@ class ChatTemplate:
             **self._special_tokens,
             **variables,
             messages=[_as_templates_expect(message) for message in messages],
-            tools=None,
+            tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
         )
@@ -122,7 +151,7 @@ class ChatTemplate:
         environment.globals.update(
             raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_DictMaker(), namespace=_Namespace
         )
-        return environment.from_string(self._source)
+        return environment.from_string(self.source)
 
 
 def _as_templates_expect(message: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,10 @@ MAX_GRAMMAR_CHARS = 1 << 16
 """The longest text of a grammar: what reading it costs follows its length."""
 MAX_EBNF_CHARS = 1 << 14
 """The longest grammar in another notation, which is converted first, by slower code."""
+JSON_WHITESPACE = r"(\n {0,16}| )?"
+"""Between the parts of a JSON text there is at most a space, or a line break and an indent: a model that does not know
+how to go on would otherwise write white space without end.
+"""
 GrammarKind = Literal["json_schema", "regex", "lark"]
 
 

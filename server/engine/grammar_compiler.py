@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from server.engine.grammar import MAX_GRAMMAR_CHARS, Grammar
+from server.engine.grammar import JSON_WHITESPACE, MAX_GRAMMAR_CHARS, Grammar
 from server.engine.guide import GrammarFailed, Guide
 from server.failure import Failure, RequestFailed
 
@@ -23,10 +23,7 @@ LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 """Those of the library, which end a compilation after a good second and a step after a tenth of one, with less memory.
 An error does not repeat the answer.
 """
-JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"(\n {0,16}| )?"}
-"""Between the parts of a JSON text there is at most a space, or a line break and an indent: a model that does not know
-how to go on would otherwise write white space without end.
-"""
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": JSON_WHITESPACE}
 _MAX_REASON_CHARS = 600
 
 

@@ -11,8 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-MAX_ENTRIES = 1 << 18
-"""The most log probabilities of prompt tokens, alternatives included, that one request may ask for: 3 MiB of them."""
+MAX_ENTRIES = 1 << 17
+"""The most log probabilities of prompt tokens, alternatives included, that one request may ask for: 1.5 MiB of them.
+
+As JSON they are about five times that, and take seconds to spell.
+"""
+
+ENTRY_NBYTES = 12
+"""Of one log probability, and the rank or the token beside it."""
 
 
 class PromptToken(NamedTuple):
@@ -56,7 +62,7 @@ def row_dtype(n_top: int) -> np.dtype[np.void]:
 
 
 def row_nbytes(n_top: int) -> int:
-    return 12 * (1 + n_top)
+    return ENTRY_NBYTES * (1 + n_top)
 
 
 def over_limit(n_tokens: int, n_top: int | None, n_generations: int = 1) -> str | None:

@@ -192,8 +192,23 @@ class TokenizerLike(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
+    @property
+    def chat_template(self) -> str:
+        """The source of the model's chat template, or nothing."""
+        ...
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that ``text`` is."""
+        ...
+
     def render_chat(
-        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
     ) -> str: ...
 
     def template_reads(self, name: str) -> bool:
@@ -238,5 +253,7 @@ class Backend(Protocol):
         ...
 
     def load(self) -> dict[str, int]:
-        """What routers ask for: ``num_reqs`` under way, ``num_waiting_reqs`` of them waiting, ``num_tokens`` held."""
+        """What routers ask for: ``num_reqs`` under way, ``num_waiting_reqs`` of them waiting, ``num_tokens`` held of
+        ``max_total_num_tokens``, and how many may run at once, ``max_running_requests``.
+        """
         ...

@@ -137,6 +137,16 @@ class Tokenizer:
                 return bytes(table[char] for char in token)
         return self.token_text(token_id).encode()
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that ``text`` is, None if it is none."""
+        token_id: int | None = self._backend.token_to_id(text)
+        return token_id
+
+    @property
+    def chat_template(self) -> str:
+        """The Jinja source of the model directory's chat template; empty if it has none."""
+        return self._chat.source
+
     def template_reads(self, name: str) -> bool:
         """See :meth:`.ChatTemplate.reads`."""
         return self._chat.reads(name)
@@ -146,13 +156,25 @@ class Tokenizer:
         return self._chat.knows_role(role)
 
     def render_chat(
-        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """The text of a conversation, by the model directory's chat template, which sees ``variables``.
 
         :raises RequestFailed: as :meth:`.ChatTemplate.render`.
         """
-        return self._chat.render(messages, variables, add_generation_prompt=add_generation_prompt)
+        return self._chat.render(
+            messages,
+            variables,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            continue_final_message=continue_final_message,
+        )
 
 
 def sampling_defaults(

@@ -177,7 +177,8 @@ class BaseNode(ABC):
             **self._facts,
             "control_plane_takes": self._guard_rule,
             "faults": context.hooks.describe(),
-            "allocator": context.allocator.counts(),
+            "allocator": (counts := context.allocator.counts()),
+            "max_running_requests": sum(counts["slots"].values()),
         } | self._info()
 
     def rooms(self, limit: int) -> RoomList:
@@ -206,13 +207,16 @@ class BaseNode(ABC):
         return self._state
 
     def load(self) -> dict[str, int]:
-        """What ``/get_load`` answers: requests under way, those that wait, and the tokens that held pages are for."""
+        """As :meth:`.Backend.load` says: the tokens are those that pages are for."""
         n_requests, n_waiting = self._counts()
-        pages = self._context.allocator.counts()["pages"]
+        counts, page_size = self._context.allocator.counts(), self._context.arena.layout.page_size
+        n_pages = sum(counts["pages"].values())
         return {
             "num_reqs": n_requests,
             "num_waiting_reqs": n_waiting,
-            "num_tokens": (sum(pages.values()) - pages["free"]) * self._context.arena.layout.page_size,
+            "num_tokens": (n_pages - counts["pages"]["free"]) * page_size,
+            "max_total_num_tokens": n_pages * page_size,
+            "max_running_requests": sum(counts["slots"].values()),
         }
 
     # --- the engine's events --------------------------------------------------------------------------------------

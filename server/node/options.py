@@ -134,6 +134,26 @@ class NodeOptions:
     dtype: str = option("model", "weights and activations", default="float32", choices=("float32", "bfloat16"))
     device: str = option("model", "where the model and its state live", default="cpu", choices=("cpu", "cuda"))
 
+    chat_format: str = option(
+        "chat",
+        "how conversations become prompts: by the checkpoint's template, or as DeepSeek-V4 writes them; auto: the "
+        "template, or, where there is none but the tokens of DeepSeek-V4, theirs",
+        default="auto",
+        choices=("auto", "template", "deepseek_v4"),
+    )
+    tool_parser: str = option(
+        "chat",
+        "how calls of tools are found in answers; auto: by the tags that the chat format names",
+        default="auto",
+        choices=("auto", "none", "deepseek_v4", "hermes"),
+    )
+    reasoning_parser: str = option(
+        "chat",
+        "how reasoning is told from the rest of an answer; auto: by the tags that the chat format names",
+        default="auto",
+        choices=("auto", "none", "deepseek"),
+    )
+
     kernels: str = option(
         "compute",
         "cpu: the compiled kernels; python: the model in Python, many times slower; auto: the kernels if the device is "
@@ -243,7 +263,7 @@ class NodeOptions:
 
     keep_rooms: int = option(
         OBSERVING,
-        "records of rooms that ended, for /rooms; about 2 KB of memory each",
+        "records of rooms that ended, for /rooms; up to 8 KB of memory each",
         default=256,
         type=room_count,
         metavar="N",

@@ -19,6 +19,7 @@ from server.api import create_app
 from server.api.http_connections import ConnectionManager, allow_open_files
 from server.api.http_limits import HttpLimits
 from server.api.http_protocol import http_config
+from server.chat.registry import ChatSettings
 from server.engine.engine import Engine
 from server.node.base import BaseNode
 from server.node.options import NodeOptions
@@ -73,7 +74,14 @@ def _http_config(node: BaseNode, options: NodeOptions, api_key: str | None) -> u
     limits = HttpLimits(max_connections=options.max_connections, keep_alive_s=options.keep_alive_s)
     allow_open_files(options.max_connections)
     registry = node.metrics.registry
-    app = create_app(node, registry, version=__version__, api_key=api_key, cors_origins=options.cors_origins)
+    app = create_app(
+        node,
+        registry,
+        version=__version__,
+        api_key=api_key,
+        cors_origins=options.cors_origins,
+        chat_settings=ChatSettings(options.chat_format, options.tool_parser, options.reasoning_parser),
+    )
     return http_config(
         app,
         ConnectionManager(limits, registry),

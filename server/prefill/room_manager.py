@@ -25,6 +25,7 @@ from server.engine.events import (
     Scrubbed,
 )
 from server.engine.generation import NodeGeneration
+from server.engine.prompt_logprobs import ENTRY_NBYTES
 from server.engine.request import GenerationRequest
 from server.failure import Failure, RequestFailed, internal_error
 from server.node.context import NodeContext, NodeSettings
@@ -32,6 +33,7 @@ from server.node.request_log import log_end
 from server.prefill.decode_peer import DecodePeer
 from server.prefill.kv_sender import KVSender, Sender, SendResult
 from server.prefill.probe import ProbeKey, ProbeWriter
+from server.prefill.recording import note_phase, open_record
 from server.prefill.request import Batch, Outgoing, PrefillRequest, n_tokens_of, read_request
 from server.prefill.room import (
     Admitted,
@@ -58,7 +60,6 @@ from server.prefill.room import (
 from server.prefill.room_memory import RoomMemory, placement_failure
 from server.prefill.routed_rooms import RoutedRooms
 from server.telemetry.latency import RequestMetrics
-from server.telemetry.record import PhaseName
 from server.telemetry.rooms import PREFILL, RoomRecords
 from server.transfer.engines.base import TransferEngine, open_registered
 from server.transfer.protocol import (
@@ -81,11 +82,6 @@ from server.transfer.rooms import Forget, GivenUp, PeerLost, RoomKey, Send, Tick
 log = logging.getLogger(__name__)
 
 _SENDER_CLOSE_S = 5.0
-_RECORDED_PHASES = {
-    PrefillPhase.PREFILL: PhaseName.PREFILL,
-    PrefillPhase.TRANSFER: PhaseName.TRANSFER,
-    PrefillPhase.COMMIT: PhaseName.COMMIT,
-}
 
 MakeSender = Callable[[DecodePeer, Callable[[SendResult], None]], Sender]
 """Builds and starts the sender for a peer. It reports every batch to the function, from any thread."""
@@ -284,16 +280,7 @@ class PrefillRoomManager:
             self._metrics.dropped(error.kind)
             return
         now = self._clock()
-        record = self.records.open(
-            key.room,
-            request.request_id,
-            n_prompt=n_tokens,
-            max_new=1,
-            first=PhaseName.PREFILL_QUEUE,
-            began=now,
-            traceparent=reserve.traceparent,
-        )
-        record.attempt(key.epoch, peer.name, None, 0)
+        record = open_record(self.records, peer, reserve, request, n_tokens, now)
         room = PrefillRoom(reserve, n_tokens, self._deadlines, now)
         req = self.reqs[key] = PrefillRequest(room, request, peer, self.senders[peer], record)
         self._hooks.entered(room.phase)
@@ -387,7 +374,7 @@ class PrefillRoomManager:
             actions = req.room.handle(event, now)
             if req.room.phase is not phase:
                 self._hooks.entered(req.room.phase)
-                self._note_phase(req, now)
+                note_phase(self.records, req, now)
         except Exception as error:
             log.exception("%s failed on %s", req.key, type(event).__name__)
             self._fail(req, event, error)
@@ -399,20 +386,6 @@ class PrefillRoomManager:
                 log.exception("%s failed on %s", req.key, type(action).__name__)
                 self._fail(req, action, error)
         self.routed_rooms.moved(req)
-
-    def _note_phase(self, req: PrefillRequest, now: float) -> None:
-        """A room has entered another phase: so does its record, or it ends."""
-        record, room = req.record, req.room
-        name = _RECORDED_PHASES.get(room.phase)
-        if name is not None:
-            record.enter(name, now)
-        elif room.failure is not None:
-            record.attempt_failed(room.failure)
-            self.records.end(record, room.failure.code, now, room.failure)
-        elif room.done is not None:
-            record.moved(room.done)
-            record.n_generated = record.n_steps = int(req.first is not None)
-            self.records.end(record, "committed", now)
 
     def _fail(self, req: PrefillRequest, at: PrefillEvent | PrefillAction, error: Exception) -> None:
         if req.room.active and not isinstance(at, GivenUp):
@@ -490,6 +463,7 @@ class PrefillRoomManager:
                 self._queue_moved()
                 self.step(req, Advanced(event.n_computed))
             case PromptScored():
+                self._metrics.prompt_logprobs(len(event.rows) // ENTRY_NBYTES)
                 if req.scores_kept is not None:
                     req.scores_kept += event.rows
                 self.step(req, Scored(event.rows))

@@ -50,14 +50,17 @@ class TokenMetrics(Collector):
     given to it when the metrics are read. Lives in one thread.
     """
 
+    __slots__ = ("_counts", "_inter_token", "_sum_s", "n_generated", "n_prompt")
+
     def __init__(self, *, inter_token: bool) -> None:
         self.n_prompt = self.n_generated = 0
         self._inter_token = inter_token
         self._counts = [0] * (len(TOKEN_BUCKETS_S) + 1)
         self._sum_s = 0.0
 
-    def gap(self, seconds: float) -> None:
-        """Time between two outputs of one request."""
+    def next_output(self, n_tokens: int, seconds: float) -> None:
+        """An output of a request, ``seconds`` after the one before."""
+        self.n_generated += n_tokens
         self._counts[bisect_left(TOKEN_BUCKETS_S, seconds)] += 1
         self._sum_s += seconds
 
@@ -115,12 +118,13 @@ class RequestMetrics:
         for code in KINDS:
             self._failures.labels(code)
 
-    def first_token(self, recorder: RoomRecorder) -> None:
-        """A request of a decode node gives out its first token."""
+    def first_token(self, recorder: RoomRecorder, n_tokens: int) -> None:
+        """A request of a decode node gives out its first output."""
         ttft_s = recorder.ttft_s()
         if self._ttft is not None and ttft_s is not None:
             self._ttft.observe(ttft_s, {"room": str(recorder.room)})
         self.tokens.n_prompt += recorder.n_prompt
+        self.tokens.n_generated += n_tokens
         self._observe_parts(recorder)
 
     def totals(self) -> dict[str, Any]:

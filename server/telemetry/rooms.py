@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, pairwise
 
 from server.failure import Failure
 from server.telemetry.record import (
@@ -34,6 +34,32 @@ class RoomRecorder:
     last one came.
     """
 
+    __slots__ = (
+        "_attempts",
+        "_began",
+        "_began_unix_us",
+        "_clocks",
+        "_ended_at",
+        "_read",
+        "_starts",
+        "_transfer",
+        "failure",
+        "first_token_at",
+        "max_new",
+        "n_accepted",
+        "n_attempts",
+        "n_generated",
+        "n_prompt",
+        "n_proposed",
+        "n_steps",
+        "node",
+        "outcome",
+        "request_id",
+        "room",
+        "span",
+        "token_at",
+    )
+
     def __init__(
         self,
         node: str,
@@ -57,6 +83,7 @@ class RoomRecorder:
         self.n_attempts = 1
         self._began, self._began_unix_us = began, began_unix_us
         self._ended_at: float | None = None
+        self._read: RoomRecord | None = None
         self._starts: list[tuple[PhaseName, str, int, float]] = [(first, node, 1, began)]
         self._attempts: list[Attempt] = []
         self._transfer: Transfer | None = None
@@ -175,11 +202,19 @@ class RoomRecorder:
         return None if self._ended_at is None else self._ended_at - self._began
 
     def read(self) -> RoomRecord:
-        """The record as it is now."""
-        ends = [*(self._us(start) for _, _, _, start in self._starts[1:]), self._us(self._ended_at)]
+        """The record as it is now. One that is over is made once: a page asks for it again and again."""
+        if self._read is not None:
+            return self._read
+        record = self._made()
+        if self.is_over:
+            self._read = record
+        return record
+
+    def _made(self) -> RoomRecord:
+        at_us = [*(self._us(start) for _, _, _, start in self._starts), self._us(self._ended_at)]
         phases = tuple(
-            Phase(name, node, n_attempt, self._us(start) or 0, end)
-            for (name, node, n_attempt, start), end in zip(self._starts, ends, strict=True)
+            Phase(name, node, n_attempt, start_us or 0, end_us)
+            for (name, node, n_attempt, _), (start_us, end_us) in zip(self._starts, pairwise(at_us), strict=True)
         )
         return RoomRecord(
             room=str(self.room),

@@ -54,6 +54,11 @@ class Connections:
         """The open connections."""
         return tuple(self._open)
 
+    @property
+    def peer_hosts(self) -> frozenset[str]:
+        """The addresses at the other ends of the open connections."""
+        return frozenset(connection.ends[1][0] for connection in self._open.values())
+
     def opened(self, fd: int) -> None:
         """ZMQ has accepted or made the connection ``fd``. Its first message may have been heard already."""
         with _borrowed(fd) as borrowed:

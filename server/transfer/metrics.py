@@ -67,6 +67,11 @@ class NodeMetrics:
             ["reason"],
             registry=registry,
         )
+        self._prompt_logprobs = Counter(
+            "pd_prompt_logprobs",
+            "Log probabilities of prompt tokens, alternatives included, computed here or handed over to here.",
+            registry=registry,
+        )
         self._quarantine = Gauge(
             "pd_quarantine_oldest_seconds",
             "For how long the oldest room waits for its prefill node's writes to end.",
@@ -211,6 +216,9 @@ class NodeMetrics:
 
     def retried(self, reason: str) -> None:
         self._retries.labels(reason).inc()
+
+    def prompt_logprobs(self, count: int) -> None:
+        self._prompt_logprobs.inc(count)
 
     def phase(self, name: str, seconds: float) -> None:
         self._phase.labels(name).observe(seconds)

@@ -174,7 +174,13 @@ class FakeBackend:
         return {"node": self.role}
 
     def load(self) -> dict[str, int]:
-        return {"num_reqs": len(self.generations), "num_waiting_reqs": 0, "num_tokens": 512}
+        return {
+            "num_reqs": len(self.generations),
+            "num_waiting_reqs": 0,
+            "num_tokens": 512,
+            "max_total_num_tokens": 2048,
+            "max_running_requests": 8,
+        }
 
     @property
     def requests(self) -> list[GenerationRequest]:

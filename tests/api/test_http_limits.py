@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -18,10 +20,12 @@ from starlette.types import ASGIApp
 from server.api import create_app
 from server.api.http_connections import Body, ConnectionManager
 from server.api.http_limits import SMALL_BODY_NBYTES, HttpLimits, Refusal
+from server.api.http_protocol import LimitedHttpProtocol
 from server.engine.tokenizer import Tokenizer
+from server.threads import call_in_thread
 from tests.api.fakes import FakeBackend
 from tests.api.harness import until
-from tests.support.http import http_server_thread
+from tests.support.http import http_server, http_server_thread
 from tests.support.raw_http import ANSWERED_WITHIN_S, Echo, RawConnection, chunk, head, post, post_json
 
 SMALL = HttpLimits(max_head_nbytes=2000, max_headers=20, max_url_nbytes=200, max_body_nbytes=10_000)
@@ -223,6 +227,38 @@ def test_a_client_that_goes_in_the_middle_of_a_body_leaves_nothing(app: FastAPI,
         assert [kept for kept in gc.get_objects() if type(kept) is ClientDisconnect] == []
     finally:
         gc.enable()
+
+
+async def test_of_large_bodies_one_piece_is_read_in_each_round_of_the_loop(
+    backend: FakeBackend, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a small request beside them waits for one piece, not for one of each."""
+    n_rounds, reads = 0, Counter[int]()
+    receive = LimitedHttpProtocol.data_received
+
+    def data_received(self: LimitedHttpProtocol, data: bytes) -> None:
+        reads[n_rounds] += self._manager.is_growing(self)
+        receive(self, data)
+
+    def next_round() -> None:
+        nonlocal n_rounds
+        n_rounds += 1
+        loop.call_soon(next_round)
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(LimitedHttpProtocol, "data_received", data_received)
+    big = post_json("/v1/completions", {"prompt": "a" * (3 << 20)})
+    async with http_server(backend, registry) as url:
+        loop.call_soon(next_round)
+
+        def ask() -> int:
+            with RawConnection(url) as connection:
+                return connection.send(big).answer().status
+
+        answers = await asyncio.gather(*(call_in_thread("client", ask) for _ in range(6)))
+    assert answers == [400] * 6
+    assert sum(reads.values()) > 6
+    assert max(reads.values()) == 1
 
 
 # Time

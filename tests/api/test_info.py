@@ -90,7 +90,7 @@ async def test_openmetrics_where_it_is_asked_for(
     records = RoomRecords("decode", 8, lambda: 100.0)
     record = records.open(2**62, "r", n_prompt=1, max_new=1, first=PhaseName.RECEIVE)
     record.first_token(100.5)
-    metrics.first_token(record)
+    metrics.first_token(record, 1)
     answer = await client.get("/metrics", headers={"accept": accept})
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     families = {family.name: family for family in text_string_to_metric_families(answer.text)}
@@ -99,11 +99,6 @@ async def test_openmetrics_where_it_is_asked_for(
     plain = await client.get("/metrics", headers={"accept": "text/plain; version=nonsense"})
     assert plain.headers["content-type"].startswith("text/plain")
     assert "# EOF" not in plain.text
-
-
-async def test_load_is_told_to_routers(client: httpx.AsyncClient) -> None:
-    answer = await client.get("/get_load")
-    assert answer.json() == [{"num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 512}]
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/server_info", "/model_info", "/metrics", "/v1/models"])

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from server.decode.routed_rooms import REPEAT_S, announce, has_arrived, withdraw
+from server.decode.routed_rooms import REPEAT_S, announce, has_arrived, link_of, withdraw
 from server.engine.request import RoutedRoom
+from server.failure import RequestFailed
 from server.transfer.protocol import Abort, AnyMessage, Registration, Waiting, room_ids
 from server.transfer.rooms import RoomKey
 from tests.nodes.support import request
@@ -87,3 +88,20 @@ def test_a_waiting_room_ends_when_its_prefill_node_has_restarted_or_is_gone() ->
     failure = announce(req, PAIR_S, 0.0)
     assert failure is not None
     assert (failure.code, failure.kind) == ("no_prefill", "unavailable")
+
+
+def test_a_prefill_node_is_known_by_the_name_given_here_and_by_its_address() -> None:
+    """As in Kubernetes: this node has the pod's name, and the router found the pod's address."""
+
+    def link(address: str, *peer_hosts: str) -> Any:
+        return SimpleNamespace(
+            address=address, registered=True, dialer=SimpleNamespace(peer_hosts=frozenset(peer_hosts))
+        )
+
+    named, other = link("prefill-0.prefill:8998", "10.0.0.5"), link("10.0.0.6:8998")
+    for host in ("10.0.0.5", "prefill-0.prefill", "PREFILL-0.prefill"):
+        assert link_of([other, named], RoutedRoom(ROOM, host, 8998)) is named
+    assert link_of([other, named], RoutedRoom(ROOM, "10.0.0.6", 8998)) is other
+    for host, port in (("10.0.0.7", 8998), ("10.0.0.5", 8999)):
+        with pytest.raises(RequestFailed, match="is not one of this decode node's"):
+            link_of([other, named], RoutedRoom(ROOM, host, port))

@@ -15,6 +15,7 @@ from server.doctor.examination import Check, run_check
 from server.doctor.findings import Finding, Level
 from server.node.options import BUNDLED_MODEL
 from tests.doctor.support import levels, only_error, plan_of
+from tests.support.byte_bpe import write_tokenizer_dir
 
 WEIGHTS = "model.safetensors"
 
@@ -28,10 +29,11 @@ def files(model: Path) -> list[Finding]:
     return run_check(Check("checkpoint", checkpoint.files), plan_of(model=model))
 
 
-def tokenizer(model: Path) -> list[Finding]:
-    return run_check(Check("tokenizer", checkpoint.tokenizer, 60.0), plan_of(model=model))
+def tokenizer(model: Path, chat_format: str = "auto") -> list[Finding]:
+    return list(child.ask(["tokenizer"], {"model": str(model), "chat": [chat_format, "auto", "auto"]}))
 
 
+@pytest.mark.processes
 def test_the_bundled_checkpoint_is_ok(model: Path) -> None:
     assert levels(files(model)) == [Level.OK]
     assert set(levels(tokenizer(model))) <= {Level.OK, Level.WARNING}
@@ -54,7 +56,8 @@ def test_a_wrong_shape_is_named(model: Path) -> None:
     tensors = load_file(model / WEIGHTS)
     tensors["norm.weight"] = np.zeros(3, np.float32)
     save_file(tensors, model / WEIGHTS)
-    words = only_error(child.tensors(plan_of(model=model)))
+    request = {"model": str(model), "draft": None}
+    words = only_error(list(child.ask(["tensors"], request)))
     assert "norm.weight has shape [3], config.json asks for" in words
 
 
@@ -62,14 +65,28 @@ def test_a_model_that_does_not_exist_is_said_so() -> None:
     assert "there is no such directory" in only_error(files(Path("/nowhere")))
 
 
+@pytest.mark.processes
 def test_a_broken_tokenizer_is_named(model: Path) -> None:
     (model / "tokenizer.json").write_text("{")
     assert "the tokenizer cannot be loaded" in only_error(tokenizer(model))
 
 
+@pytest.mark.processes
 def test_more_tokens_than_rows_are_an_error(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
     found = tokenizer(model)
     assert found[0].level is Level.ERROR
     assert "100 rows in the model" in found[0].words
+
+
+@pytest.mark.processes
+def test_a_chat_format_that_the_checkpoint_cannot_have_is_an_error(model: Path) -> None:
+    bytes_alone = write_tokenizer_dir(model.parent / "bytes")
+    shutil.copy(bytes_alone / "tokenizer.json", model)
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (model / name).unlink(missing_ok=True)
+    assert [(f.level, f.subject) for f in tokenizer(model)][1] == (Level.WARNING, "chat")
+    found = tokenizer(model, "deepseek_v4")[1]
+    assert found.level is Level.ERROR
+    assert "does not have the tokens of DeepSeek-V4" in found.words

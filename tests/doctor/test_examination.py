@@ -74,7 +74,7 @@ def test_mooncake_that_does_not_load_is_a_finding(
     module(tmp_path, "mooncake/__init__.py", "")
     module(tmp_path, "mooncake/engine.py", code)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    assert words in only_error(child.transfer(plan_of()))
+    assert words in only_error(list(child.transfer(plan_of())))
 
 
 @pytest.mark.processes
@@ -82,7 +82,19 @@ def test_mooncake_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
     module(tmp_path, "mooncake/__init__.py", "import time; time.sleep(600)")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     request = {"host": "127.0.0.1", "transport": "tcp"}
-    assert "no answer within 2 s" in only_error(child.ask("transfer", request, timeout_s=2))
+    assert "no answer within 2 s" in only_error(list(child.ask(["transfer"], request, timeout_s=2)))
+
+
+@pytest.mark.processes
+def test_what_comes_after_a_crash_is_tried_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module(tmp_path, "mooncake/__init__.py", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    module(tmp_path, "torch/__init__.py", "raise ImportError('no libtorch')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    request = {"host": "127.0.0.1", "transport": "tcp", "device": "cpu"}
+    found = list(child.ask(["torch", "transfer", "torch"], request))
+    assert [finding.subject for finding in found] == ["torch", "transfer", "torch"]
+    assert "ended by SIGSEGV" in found[1].words
+    assert "no libtorch" in found[2].words
 
 
 def doctor(role: str, *options: str, **env: str) -> tuple[int, list[Finding]]:

@@ -12,6 +12,9 @@ import httpx
 import pytest
 from cluster import Node, Pair, until
 
+from server.doctor import network
+from server.doctor.findings import Finding, Level
+from tests.doctor.support import plan_of
 from tests.support.processes import process_pair, running_node
 from tests.support.raw_http import RawConnection, head
 
@@ -48,6 +51,19 @@ def test_the_pair_serves_whoever_has_the_api_key(pair: Pair) -> None:
     assert answer.headers["x-pd-prefill"] == pair.address
     assert pair.d.http.get("/server_info").status_code == 401
     assert pair.p.info()["control_plane_takes"] == "key"
+
+
+def test_the_doctor_knows_whether_a_prefill_node_takes_the_key(pair: Pair, tmp_path: Path) -> None:
+    def look(key: str | None) -> Finding:
+        file = None if key is None else Path(key_file(tmp_path, "key", key))
+        (finding,) = network.peers(plan_of(peers=(pair.address,), auth_key_file=file))
+        return finding
+
+    assert look("k" * 64) == Finding(Level.OK, "peer", f"prefill {pair.address} takes the connection")
+    assert look("other" * 20).words == f"prefill {pair.address} has another key: the two --auth-key-file differ"
+    without = look(None)
+    assert without.level is Level.ERROR
+    assert f"prefill {pair.address} wants a key" in without.words
 
 
 def test_the_limits_of_http_hold_before_the_key(pair: Pair) -> None:

@@ -13,6 +13,7 @@ import openai
 import pytest
 from cluster import Pair
 
+from server.api.answers import token_key
 from server.engine.tokenizer import Tokenizer
 from server.model.interface import LoadedModel
 from tests.support.chat import chat_ids
@@ -81,6 +82,45 @@ def test_a_stream_says_the_same_as_the_whole_answer(client: openai.OpenAI, pair:
     ]
     assert whole.choices[0].logprobs is not None
     assert logprobs == whole.choices[0].logprobs.token_logprobs, "the first token's too, which the prefill node sampled"
+
+
+def test_a_prompt_is_scored_without_an_answer(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    prompt = "Tom has 3 äpfel 🦊 and buys 4 more."
+    asked: Any = {"model": MODEL, "prompt": [prompt, "one two"], "max_tokens": 0, "echo": True, "logprobs": 2}
+    whole = client.completions.create(**asked)
+    found = whole.choices[0].logprobs
+    assert found is not None
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (prompt, "length")
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 0
+    scores: list[float | None] = list(found.token_logprobs or [])
+    assert len(scores) == len(tokenizer.encode(prompt))
+    assert scores[0] is None
+    offsets = found.text_offset or []
+    assert offsets == sorted(offsets)
+    assert offsets[-1] == len(prompt) - 1
+    chunks = [choice for chunk in client.completions.create(**asked, stream=True) for choice in chunk.choices]
+    assert {choice.index: choice.logprobs for choice in chunks} == {c.index: c.logprobs for c in whole.choices}
+
+
+def test_a_prompts_tokens_are_scored_as_those_of_an_answer(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    """Bit for bit, on two nodes: what one decoded, the other computes as a prompt."""
+    ids = tokenizer.encode("Anna has 3 apples and buys 4 more.")
+    asked: Any = {"model": MODEL, "logprobs": 1, "temperature": 0}
+    answer = client.completions.create(**asked, prompt=ids, max_tokens=12, extra_body={"ignore_eos": True})
+    answered = answer.choices[0].logprobs
+    assert answered is not None
+    again = client.completions.create(**asked, prompt=prompt_of(answer, ids, tokenizer), max_tokens=0, echo=True)
+    scored = again.choices[0].logprobs
+    assert scored is not None
+    assert (scored.token_logprobs or [])[len(ids) :] == answered.token_logprobs
+    assert (scored.top_logprobs or [])[len(ids) :] == answered.top_logprobs
+
+
+def prompt_of(answer: Any, ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """The prompt with the answer behind it, token by token."""
+    by_text = {token_key(tokenizer, i): i for i in range(tokenizer.vocab_size)}
+    return [*ids, *(by_text[token] for token in answer.choices[0].logprobs.tokens)]
 
 
 def test_a_chat_whole_and_streamed(client: openai.OpenAI, tokenizer: Tokenizer) -> None:

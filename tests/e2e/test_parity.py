@@ -40,6 +40,7 @@ async def check_parity(model: LoadedModel, tokenizer: Tokenizer, lengths: list[i
     side = Side(chunk_tokens=chunk)
     sampled = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
     requests = requests_of(lengths) + requests_of(lengths[:3], **sampled)
+    requests += requests_of(lengths, prompt_logprobs=3, max_tokens=0) + requests_of(lengths[-2:], prompt_logprobs=20)
     async with running_decode(model, tokenizer, replace(side, permute_seed=3), None) as (_, local):
         expected = [await answer(local, request) for request in requests]
     async with running_pair(model, tokenizer, side, replace(side, permute_seed=2)) as pair:

@@ -148,11 +148,10 @@ def test_state_that_was_never_written_fails_that_request_alone(harness: Harness)
     harness.engine.submit(Generate("good", good, Placement(1, (1,))))
     harness.until(Output, "good")
     harness.engine.submit(Resume("bad", bad, Placement(2, (2,)), TokenLogprob(5, 0.0)))
-    failed = harness.until(ComputeFailed, "bad")[-1]
-    assert isinstance(failed, ComputeFailed)
-    assert failed.failure.code == "non_finite_logits"
-    events = harness.until(Finished, "good")
-    assert events[-1] == Finished("good", FinishReason.LENGTH)
+    events = harness.finish(["good", "bad"])
+    [failed] = [event for event in events if isinstance(event, ComputeFailed)]
+    assert (failed.key, failed.failure.code) == ("bad", "non_finite_logits")
+    assert Finished("good", FinishReason.LENGTH) in events
 
 
 def test_an_exception_in_a_batch_fails_only_its_cause(harness: Harness) -> None:
@@ -160,7 +159,7 @@ def test_an_exception_in_a_batch_fails_only_its_cause(harness: Harness) -> None:
     harness.engine.submit(Generate("good", good, Placement(1, (1,))))
     wrong = replace(request(40, seed=2), prompt_ids=(10**6,))
     harness.engine.submit(Generate("bad", wrong, Placement(2, (2,))))
-    failed = [e for e in harness.until(Finished, "good") if isinstance(e, ComputeFailed)]
+    failed = [e for e in harness.finish(["good", "bad"]) if isinstance(e, ComputeFailed)]
     assert [(e.key, e.failure.code) for e in failed] == [("bad", "engine_error")]
 
 
@@ -208,7 +207,7 @@ def test_a_first_token_that_is_none_fails_that_request_alone(harness: Harness) -
     good = request(40, seed=1, max_tokens=20)
     harness.engine.submit(Generate("good", good, Placement(1, (1,))))
     harness.engine.submit(Resume("bad", request(40), Placement(2, (2,)), TokenLogprob(-1, 0.0)))
-    failed = [e for e in harness.until(Finished, "good") if isinstance(e, ComputeFailed)]
+    failed = [e for e in harness.finish(["good", "bad"]) if isinstance(e, ComputeFailed)]
     assert [(e.key, e.failure.code) for e in failed] == [("bad", "engine_error")]
 
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from server.cache.layout import Placement
-from server.engine.events import Event, Output, Prefill, PromptScored
+from server.engine.events import ComputeFailed, Event, Output, Prefill, PrefillFinished, PromptScored
 from server.engine.prompt_logprobs import PromptLogprobs, PromptToken, empty_rows, over_limit, row_nbytes
 from server.engine.request import FinishReason, GenerationRequest, SamplingParams
+from server.engine.runner import ModelRunner
 from server.engine.sampler import NonFiniteLogits
 from server.engine.scoring import score, score_rows
 from server.engine.tokenizer import Tokenizer
+from server.kernels.build import Isa
 from server.kernels.choice import choose_kernels
 from server.kernels.sampling import SampleKernel
 from server.model.interface import LoadedModel
@@ -40,8 +42,8 @@ def harness(model: LoadedModel) -> Iterator[Harness]:
     harness.engine.stop()
 
 
-def asked(name: str, ids: Sequence[int], n_top: int | None = 3, **sampling: int) -> GenerationRequest:
-    params = SamplingParams(**{"max_tokens": 1, "ignore_eos": True, **sampling}, prompt_logprobs=n_top)
+def asked(name: str, ids: Sequence[int], n_top: int | None = 3, *, max_tokens: int = 1) -> GenerationRequest:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=n_top)
     return GenerationRequest(name, tuple(ids), params)
 
 
@@ -77,6 +79,8 @@ def test_asking_for_them_changes_nothing_else(harness: Harness, model: LoadedMod
     without = harness.finish(["without"])[-1]
     harness.engine.submit(Prefill("with", asked("", ids, 20), PLACE, 7, 1))
     with_them = harness.finish(["with"])[-1]
+    assert isinstance(without, PrefillFinished)
+    assert isinstance(with_them, PrefillFinished)
     assert (without.first, without.digests) == (with_them.first, with_them.digests)
 
 
@@ -95,17 +99,17 @@ def test_without_an_answer_the_end_comes_with_the_prompt(harness: Harness, model
 def test_logits_that_are_no_numbers_fail_their_request_alone(
     harness: Harness, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logits_of = type(harness.engine._runner).logits  # noqa: SLF001
+    logits_of = ModelRunner.logits
 
-    def broken(self: object, hidden: torch.Tensor) -> torch.Tensor:
+    def broken(self: ModelRunner, hidden: torch.Tensor) -> torch.Tensor:
         logits = logits_of(self, hidden).clone()
         logits[0, 7] = math.nan
         return logits
 
-    monkeypatch.setattr(type(harness.engine._runner), "logits", broken)  # noqa: SLF001
+    monkeypatch.setattr(ModelRunner, "logits", broken)
     ids = random_prompt(20, model)
     events = harness.generate([asked("bad", ids), asked("good", ids, None)])
-    codes = {event.key: event.failure.code for event in events if hasattr(event, "failure")}
+    codes = {event.key: event.failure.code for event in events if isinstance(event, ComputeFailed)}
     assert codes == {"bad": "non_finite_logits"}
     assert len(tokens_of(events, "good")) == 1
 
@@ -159,7 +163,7 @@ def test_a_score_is_the_log_softmax_and_the_rank(kernel: SampleKernel | None) ->
 
 
 @pytest.mark.parametrize("isa", EVERY_ISA)
-def test_both_forms_score_alike(isa: object) -> None:
+def test_both_forms_score_alike(isa: Isa) -> None:
     kernel = SampleKernel(functions(isa))
     rng = np.random.default_rng(5)
     for vocab_size in (1, 5, 17, 256, 257, 529, 4097):

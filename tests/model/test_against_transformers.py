@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from server.cache.layout import Placement
+from server.engine.prompt_logprobs import PromptLogprobs
+from server.engine.scoring import score_rows
 from server.model.batch import Segment
 from tests.model.conftest import Pair
 from tests.support.runners import make_runner, prefill, prompt
@@ -70,6 +72,19 @@ def _argmax_without_eos(logits: torch.Tensor) -> int:
     logits = logits.clone()
     logits[1] = -torch.inf
     return int(logits.argmax())
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_transformers(bundled_pair: Pair) -> None:
+    ids = prompt(129, bundled_pair.model, seed=4)
+    expected = torch.log_softmax(bundled_pair.reference(ids).double(), -1)
+    runner = make_runner(bundled_pair.model)
+    hidden = runner.forward([Segment(ids, 0, PLACEMENT)], with_hidden=True).hidden
+    assert hidden is not None
+    rows = score_rows(runner.logits, hidden[:-1], ids[1:], n_top=5, vocab_size=bundled_pair.model.config.vocab_size)
+    for row, token in enumerate(PromptLogprobs(5, rows)):
+        assert token.logprob == pytest.approx(float(expected[row, ids[row + 1]]), abs=1e-3)
+        best = expected[row].topk(5).values.tolist()
+        assert [logprob for _, logprob in token.top] == pytest.approx(best, abs=1e-3)
 
 
 @pytest.mark.parametrize("n", QUICK)

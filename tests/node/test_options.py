@@ -26,6 +26,10 @@ from server.transfer.engines.base import TransportMisconfigured
         ("--max-connections", "0", "0 is not a positive number"),
         ("--keep-alive", "nan", "nan is no number of seconds"),
         ("--port", "65536", "65536 is not a port"),
+        ("--keep-rooms", "0", "0 is not a positive number"),
+        ("--keep-rooms", "10001", "10001 records are more than 10000"),
+        ("--otlp", "127.0.0.1:4318", "'127.0.0.1:4318' is not the URL of a collector"),
+        ("--otlp", "grpc://127.0.0.1:4317", "is not the URL of a collector"),
     ],
 )
 def test_a_number_out_of_range_is_refused(
@@ -34,6 +38,15 @@ def test_a_number_out_of_range_is_refused(
     with pytest.raises(SystemExit, match="2"):
         parse(NodeOptions, "node", "", [option, value])
     assert words in capsys.readouterr().err
+
+
+def test_traces_without_the_extra_are_refused_with_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        parse(NodeOptions, "node", "", ["--otlp", "http://127.0.0.1:4318"])
+    assert "pip install 'dsv4-pd-server[otlp]'" in capsys.readouterr().err
 
 
 def test_connections_are_kept_longer_than_proxies_keep_theirs() -> None:

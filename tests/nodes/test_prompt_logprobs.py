@@ -75,6 +75,8 @@ async def test_they_come_with_the_first_output(max_tokens: int, n_top: int) -> N
             check(await outputs(d.node, asked), asked)
         await until(lambda: all_free(p) and all_free(d))
         assert d.engine.wrong_bytes == []
+        n_computed = (0 + 1 + 200 + 999) * (1 + n_top)
+        assert p.metric("pd_prompt_logprobs_total") == d.metric("pd_prompt_logprobs_total") == n_computed
 
 
 async def test_a_node_that_computes_prompts_itself_says_the_same() -> None:
@@ -159,7 +161,7 @@ def other_rows(part: PromptLogprobsPart) -> PromptLogprobsPart:
 
 
 WRONG_PARTS: dict[str, tuple[Callable[[PromptLogprobsPart], PromptLogprobsPart], str]] = {
-    "other rows": (other_rows, "prompt_logprobs: their digest differs"),
+    "other rows": (other_rows, "prompt_logprobs: their digest is not the one"),
     "half a row": (lambda part: msgspec.structs.replace(part, rows=part.rows[:-1]), "no whole number of rows of 36"),
     "too far": (lambda part: msgspec.structs.replace(part, start=part.start + 5000), "are outside of 1 .. 299"),
     "from the start": (lambda part: msgspec.structs.replace(part, rows=part.rows * 3), "are outside of 1 .. 299"),
@@ -184,7 +186,7 @@ async def test_wrong_rows_are_refused_by_name(name: str, monkeypatch: pytest.Mon
 WRONG_CLAIMS: dict[str, tuple[SentPromptLogprobs | None, str]] = {
     "none": (None, "they were asked for, and Done claims none"),
     "fewer": (SentPromptLogprobs(298, 0), "Done claims 298 of them, 299 have come"),
-    "another digest": (SentPromptLogprobs(299, 5), "the prefill node has 0000000000000005"),
+    "another digest": (SentPromptLogprobs(299, 5), "their digest is not the one"),
 }
 
 

@@ -76,7 +76,7 @@ def test_second_run_does_nothing(checkout: Checkout) -> None:
     assert first.returncode == 0, first.stderr
     assert "installing" in first.stderr
     (install,) = checkout.installs()
-    assert install.endswith("-c constraints.txt -e .[cpu,dev]")
+    assert install.endswith("-c constraints.txt -e .[cpu,dev,routers]")
     started = time.monotonic()
     second = checkout.setup()
     assert time.monotonic() - started < 20
@@ -97,7 +97,7 @@ def test_other_extras_are_installed_and_named_by_option_or_variable(checkout: Ch
     checkout.setup()
     assert checkout.setup("--extras", "cuda,dev").returncode == 0
     assert checkout.setup(SETUP_EXTRAS="cpu").returncode == 0
-    assert [line.split()[-1] for line in checkout.installs()] == [".[cpu,dev]", ".[cuda,dev]", ".[cpu]"]
+    assert [line.split()[-1] for line in checkout.installs()] == [".[cpu,dev,routers]", ".[cuda,dev]", ".[cpu]"]
 
 
 def test_a_moved_checkout_is_installed_again(checkout: Checkout) -> None:

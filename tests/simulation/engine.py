@@ -30,6 +30,7 @@ from server.engine.events import (
 from server.engine.request import FinishReason, TokenLogprob, TokenOutput
 from server.failure import Failure
 from tests.simulation.memory import WINDOW, Memory
+from tests.support.fake_scores import scored
 
 if TYPE_CHECKING:
     from tests.simulation.loop import Process
@@ -98,6 +99,8 @@ class SimulatedEngine:
             return
         start, stop = (chunk - 1) * n // N_CHUNKS, chunk * n // N_CHUNKS
         self._write(prompt, start, stop, command.placement)
+        for event in scored(command.key, command.request, start, stop):
+            self.on_event(event)
         if chunk < N_CHUNKS:
             self.on_event(ChunkComputed(command.key, stop))
             self._later(self._world.rng.uniform(0.01, 2.0), lambda: self._compute(command, chunk + 1))

@@ -36,6 +36,7 @@ from tests.simulation.memory import LONGEST_PROMPT, MAX_TOKENS, PAGE_TOKENS, Sim
 from tests.simulation.network import SimulatedDialer, SimulatedSocket
 from tests.simulation.sender import SimulatedSender
 from tests.support.fake_tokenizer import FakeTokenizer
+from tests.support.records import faults_of
 from tests.transfer.support import IDENTITY, LOOPBACK
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 MAX_CONTEXT = 64
 LONGEST_DOWN_S, LONGEST_STOP_S = 3.0, 2.0
 TICK_S = 0.4
+KEPT_ROOMS = 256
 COUNTED = ("pd_fences", "pd_retries", "pd_control_frames_dropped", "pd_check_failures")
 
 
@@ -167,6 +169,11 @@ class SimulatedNode(ABC):
         counts = self.memory.allocator.counts()
         n_free = counts["slots"][ItemState.FREE]
         self.world.check(n_free == self._n_slots, f"{self._n_slots - n_free} slots are missing on {self.address}")
+        listed = self.manager.records.listing(KEPT_ROOMS)
+        self.world.check(not listed.running, f"{self.address} has records of rooms that do not end: {listed.running}")
+        for record in listed.ended:
+            self.world.check(not (faults := faults_of(record)), f"{self.address}, room {record.room}: {faults}")
+            self.world.seen[f"record of {self.role}: {record.outcome}"] += 1
 
     def _node_context(self) -> NodeContext:
         return NodeContext(

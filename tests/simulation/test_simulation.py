@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from server.decode import verify
 from server.decode.request import DecodeRequest
 from server.decode.request_queue import RequestQueue
 from server.decode.room import DecodeAction, DecodeEvent, DecodePhase, DecodeRoom, FailClient, FencePeer, Free
@@ -21,7 +22,8 @@ from server.prefill import registrations
 from server.prefill.registrations import Registrations, Standing
 from server.prefill.room import BatchEnded, EngineIdle, PrefillAction, PrefillEvent, PrefillRoom, SenderGone
 from server.transfer.checks import Check
-from server.transfer.protocol import Abort, PeerMessage, Registration, registration_of
+from server.transfer.parts import PartsReceived, PartsToSend
+from server.transfer.protocol import Abort, PeerMessage, Registration, SentPromptLogprobs, registration_of
 from server.transfer.rooms import Forget, RoomKey, Tombstone, Tombstones
 from tests.simulation.world import Weather, World
 
@@ -128,7 +130,7 @@ MET = {
     "stop of prefill in prefill",
     "stop of decode in waiting",
     *(f"pd_retries {code}" for code in ("deadline", "engine_error", "peer_lost", "transfer_failed", "shutting_down")),
-    *(f"pd_check_failures digest {name}" for name in ("c4_kv", "swa")),
+    *(f"pd_check_failures digest {name}" for name in ("c4_kv", "swa", "prompt_logprobs")),
     *(f"deadline of {phase}" for phase in ("reserve", "pair", "queued", "prefill", "transfer", "commit")),
     "pd_control_frames_dropped stale",
     "pd_fences",
@@ -268,6 +270,28 @@ def digest_not_compared(patch: Patch) -> None:
     patch.delitem(CHECKS, Check.DIGEST)
 
 
+def parts_digest_not_compared(patch: Patch) -> None:
+    def without_digest(claimed: SentPromptLogprobs | None, scores: PartsReceived | None) -> bool:
+        return False
+
+    patch.setattr(verify, "_digests_differ", without_digest)
+
+
+def parts_taken_behind_gaps(patch: Patch) -> None:
+    """What a lost part leaves is filled by the next one."""
+    take = PartsReceived.take
+
+    def take_anything(self: PartsReceived, start: int, rows: bytes) -> bool:
+        return take(self, min(start, self.next), rows)
+
+    patch.setattr(PartsReceived, "take", take_anything)
+
+
+def parts_lost_for_good(patch: Patch) -> None:
+    """What is under way counts as arrived."""
+    patch.setattr(PartsToSend, "have_all_arrived", True)
+
+
 def queue_loses_requests(patch: Patch) -> None:
     put, n_put = RequestQueue.put, 0
 
@@ -290,7 +314,10 @@ DEFECTS: dict[Callable[[Patch], None], tuple[str, str]] = {
     sender_not_waited_for: ("aborts", "which belongs to"),
     engine_not_waited_for: ("aborts", "while it was computed"),
     unknown_writes_count_as_ended: ("lost verdicts", "landed in"),
-    digest_not_compared: ("bad transport", "with wrong bytes"),
+    digest_not_compared: ("bad transport", "with wrong bytes|wrong log probabilities"),
+    parts_digest_not_compared: ("bad transport", "wrong log probabilities"),
+    parts_taken_behind_gaps: ("lossy", "without a cause: component_mismatch"),
+    parts_lost_for_good: ("lossy", "without a cause: component_mismatch"),
     queue_loses_requests: ("calm", "never ends"),
 }
 """Each with a weather in which it shows, and what it is found by."""

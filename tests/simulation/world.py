@@ -13,15 +13,17 @@ from typing import Any
 from unittest.mock import patch
 
 from server.decode import room_manager
+from server.engine.prompt_logprobs import PromptLogprobs
 from server.engine.request import FinishReason, GenerationRequest, RoutedRoom, SamplingParams
 from server.failure import RequestFailed
 from server.transfer.protocol import Registration, Reserve, RoutedRequest
-from server.transfer.rooms import Deadlines
+from server.transfer.rooms import Deadlines, RoomKey
 from tests.simulation.engine import first_token_of
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.memory import LONGEST_PROMPT, MAX_TOKENS, Sessions
 from tests.simulation.network import Network
 from tests.simulation.nodes import Client, SimulatedDecode, SimulatedNode, SimulatedPrefill
+from tests.support.fake_scores import rows_of
 
 DEADLINES = Deadlines(
     admission_s=60.0,
@@ -119,6 +121,7 @@ class World:
         self.committed: set[str] = set()
         """The ids of all requests, and of those whose state a decode node has proved."""
         self._epochs: defaultdict[str, set[int]] = defaultdict(set)
+        self._names: dict[RoomKey, str] = {}
         self._n_rooms = n_rooms
         self._n_under_way = 0
         self._wrong: list[str] = []
@@ -231,12 +234,17 @@ class World:
         if reserve.epoch in epochs:
             return
         epochs.add(reserve.epoch)
+        self._names[RoomKey.of(reserve)] = name
         most = 1 if isinstance(reserve.request, RoutedRequest) else 2
         self.check(len(epochs) <= most, f"{name} is tried in {len(epochs)} rooms")
         self.check(name not in self.committed, f"{name} is retried after its commit")
         for client in self.clients:
             is_over = client.request.request_id == name and client.is_decode and client.generation.ended
             self.check(not is_over, f"{name} is retried after its end")
+
+    def proved(self, key: RoomKey) -> None:
+        """A decode node says that the room is committed. Where nothing is decoded no engine says so."""
+        self.committed.add(self._names[key])
 
     def clients_of(self, node: SimulatedNode) -> list[Client]:
         return [client for client in self.clients if client.node is node]
@@ -270,7 +278,8 @@ class World:
         self.asked.add(name)
         n_more = self.rng.randrange(LONGEST_PROMPT)
         prompt = (number, *(self.rng.randrange(1, 900) for _ in range(n_more)))
-        sampling = SamplingParams(max_tokens=self.rng.randrange(1, MAX_TOKENS + 1), seed=1)
+        n_top = self.rng.choice((None, None, 0, 2))
+        sampling = SamplingParams(max_tokens=self.rng.randrange(MAX_TOKENS + 1), seed=1, prompt_logprobs=n_top)
         return GenerationRequest(name, prompt, sampling, routed)
 
     def _check_both_ended(
@@ -294,9 +303,11 @@ class World:
             return
         tokens: list[int] = []
         ends: list[object] = []
+        scores: list[PromptLogprobs | None] = []
         try:
             async for output in client.generation:
                 tokens += output.token_ids
+                scores.append(output.prompt_logprobs)
                 ends += [output.finish_reason] if output.finish_reason is not None else []
         except RequestFailed as failure:
             ends.append(failure)
@@ -305,9 +316,14 @@ class World:
         self.check(len(ends) == 1, f"{name} was told more than one end: {ends}")
         if client.is_decode and client.aborted_in not in ("", "committed"):
             self.check(ends == [FinishReason.ABORT], f"{name} has aborted in {client.aborted_in} and was told {ends}")
-        n_wanted = request.sampling.max_tokens if client.is_decode else 1
+        n_wanted = request.sampling.max_tokens if client.is_decode else min(1, request.sampling.max_tokens)
         first = first_token_of(request.prompt_ids)
         self.check(tokens == list(range(first, first + len(tokens))), f"{name} got wrong tokens {tokens}")
+        n_top = request.sampling.prompt_logprobs
+        wanted = None if n_top is None else PromptLogprobs(n_top, rows_of(request.prompt_ids, n_top))
+        is_computed = bool(tokens) or ends[0] is FinishReason.LENGTH
+        self.check(not is_computed or scores[0] == wanted, f"{name} got wrong log probabilities of its prompt")
+        self.check(not any(scores[1:]), f"{name} got log probabilities of its prompt twice")
         if ends[0] in (FinishReason.LENGTH, FinishReason.STOP):
             self.check(len(tokens) == n_wanted, f"{name} got {len(tokens)} tokens of {n_wanted}")
         if tokens and not client.is_decode:

@@ -40,7 +40,7 @@ def curl_of_the_readme(port: object) -> str:
 
 def openai_of_the_readme(port: object) -> str:
     """The Python program that asks it."""
-    (program,) = blocks(README, "python")
+    (program,) = [block for block in blocks(README, "python") if "base_url" in block]
     return program.replace(QUICKSTART_PORT, str(port))
 
 

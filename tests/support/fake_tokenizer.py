@@ -41,9 +41,12 @@ class FakeTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return str(token_id).encode()
 
-    def render_chat(
-        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool = True
-    ) -> str:
+    chat_template = "{{ messages }}"
+
+    def token_id(self, text: str) -> int | None:
+        return None
+
+    def render_chat(self, messages: list[dict[str, Any]], variables: Mapping[str, Any], **options: Any) -> str:
         return "".join(str(message["content"]) for message in messages)
 
     def template_reads(self, name: str) -> bool:

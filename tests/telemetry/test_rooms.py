@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from server.failure import Failure
 from server.telemetry.record import PhaseName, RoomList, RoomRecord
 from server.telemetry.rooms import DECODE, KEPT_REFUSALS, PREFILL, RoomRecorder, RoomRecords
 from server.transfer.protocol import Timings
+from tests.support.records import faults_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "rooms.md"
 LOST = Failure("peer_lost", "it is gone")
@@ -45,17 +45,6 @@ def timings(queued_s: float, prefill_s: float, transfer_s: float, received_at: f
     return Timings(received_at, queued_s, prefill_s, transfer_s, prefill_s, 0.0, transfer_s, 1)
 
 
-def assert_whole(record: RoomRecord) -> None:
-    """Every phase ends where the next begins, and the sums are exact."""
-    assert record.phases[0].start_us == 0
-    for before, after in pairwise(record.phases):
-        assert before.end_us == after.start_us, record.phases
-    assert record.phases[-1].end_us == record.total_us
-    if record.ttft_us is not None:
-        parts = [p for p in record.phases if p.end_us is not None and p.end_us <= record.ttft_us]
-        assert sum((p.end_us or 0) - p.start_us for p in parts) == record.ttft_us
-
-
 def through_a_pair(records: RoomRecords, half: Timings, done_at: float = 101.0) -> RoomRecorder:
     record = opened(records, began=99.9)
     record.enter(PhaseName.QUEUE, 100.1)
@@ -78,14 +67,14 @@ def test_the_prefill_nodes_half_lies_in_the_middle_of_what_passed_here(clock: Cl
     assert [p.name for p in record.phases if p.node == PREFILL] == ["prefill_queue", "prefill", "transfer"]
     assert record.clocks is not None
     assert (record.clocks.uncertainty_us, record.clocks.offset_us) == (50_000, round(1e6 * (7000.0 - 100.25)))
-    assert_whole(record)
+    assert faults_of(record) == []
 
 
 @pytest.mark.parametrize("prefill_s", [0.1, 1 / 3, 0.7999999, 2.0], ids=["short", "odd", "all of it", "a faster clock"])
 def test_phases_sum_to_the_ttft_whatever_the_prefill_node_says(clock: Clock, prefill_s: float) -> None:
     record = through_a_pair(records(clock), timings(1e-7, prefill_s, 1e-7)).read()
     assert record.ttft_us == 1_102_346
-    assert_whole(record)
+    assert faults_of(record) == []
 
 
 def test_a_second_attempt_goes_on_in_the_same_record(clock: Clock) -> None:
@@ -102,7 +91,7 @@ def test_a_second_attempt_goes_on_in_the_same_record(clock: Clock) -> None:
     record.first_token(102.5)
     kept.end(record, "stop", 103.0)
     read = record.read()
-    assert_whole(read)
+    assert faults_of(read) == []
     names = [(p.name, p.attempt) for p in read.phases]
     assert names[:4] == [("receive", 1), ("queue", 1), ("reserve", 1), ("queue", 2)]
     assert {p.attempt for p in read.phases[4:]} == {2}
@@ -158,7 +147,7 @@ def test_the_documents_examples_have_the_fields_of_the_records() -> None:
     record, listed, _state = examples()
     read = msgspec.convert(record, RoomRecord)
     assert json.loads(msgspec.json.encode(read)) == record
-    assert_whole(read)
+    assert faults_of(read) == []
     assert json.loads(msgspec.json.encode(msgspec.convert(listed, RoomList))) == listed
 
 

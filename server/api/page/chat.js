@@ -34,27 +34,28 @@ export class Chat {
     const content = byId("chat-text").value.trim();
     if (!content || this.running) return;
     byId("chat-text").value = "";
-    this.messages.push({ role: "user", content });
+    const { messages } = this; // those of before, if it is cleared meanwhile
+    messages.push({ role: "user", content });
     this.append(el("div", { class: "said user" }, content));
     const answer = new Answer(this.onRoom);
     this.append(answer.element);
     this.running = new AbortController();
     this.setBusy(true);
     try {
-      await this.stream(answer);
+      await this.stream(messages, answer);
       answer.end("");
     } catch (error) {
       answer.end(error.name === "AbortError" ? "stopped" : "failed", error);
     }
-    if (answer.text) this.messages.push({ role: "assistant", content: answer.text });
-    else this.messages.pop();
+    if (answer.text) messages.push({ role: "assistant", content: answer.text });
+    else messages.pop(); // a question without an answer is not asked again with the next one
     this.running = null;
     this.setBusy(false);
   }
 
-  async stream(answer) {
+  async stream(messages, answer) {
     const body = {
-      model: this.model, messages: this.messages, stream: true, stream_options: { include_usage: true },
+      model: this.model, messages, stream: true, stream_options: { include_usage: true },
       max_tokens: Number(byId("chat-tokens").value) || 64, temperature: Number(byId("chat-temperature").value) || 0,
     };
     if (byId("chat-think").checked) body.thinking = { type: "enabled" };

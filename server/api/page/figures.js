@@ -33,7 +33,7 @@ export class Rate {
 
 export function showFigures(state, rooms, tokensPerS) {
   const isDecode = state.node === "decode";
-  const ttfts = rooms.ended.map((record) => record.ttft_us).filter((us) => us !== null);
+  const ttfts = [...rooms.running, ...rooms.ended].map((record) => record.ttft_us).filter((us) => us !== null);
   const moved = Object.values(state.nbytes).reduce((sum, n) => sum + n, 0);
   const figures = [
     ["Running", count(state.requests.running), "requests"],
@@ -43,7 +43,7 @@ export function showFigures(state, rooms, tokensPerS) {
   if (isDecode) {
     figures.push(["Generated", count(state.tokens.generated), "tokens since the start"]);
     figures.push(["Speed", `${count(Math.round(tokensPerS))}`, "generated tokens/s"]);
-    figures.push(["TTFT", time(Math.round(median(ttfts) ?? NaN) || null), ttfts.length ? `median of the last ${ttfts.length}` : "no answer yet"]);
+    figures.push(["TTFT", time(ttfts.length ? Math.round(median(ttfts)) : null), ttfts.length ? `median of the last ${ttfts.length}` : "no answer yet"]);
   }
   figures.push([isDecode ? "Received" : "Sent", bytes(moved), `in ${plural(state.pieces, "piece")}`]);
   const list = byId("figures");

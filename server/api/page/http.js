@@ -20,12 +20,16 @@ export class Refused extends Error {
   }
 }
 
-/** Like `fetch`; asks for the key and tries again where the node wants one. Paths are relative to the page. */
-export async function request(path, options = {}) {
+/**
+ * Like `fetch`; asks for the key and tries again where the node wants one. Paths are relative to the page. With
+ * `timeoutMs` each try has so long, and the user all the time that a key takes.
+ */
+export async function request(path, options = {}, timeoutMs = null) {
   for (;;) {
     const sent = key;
     const headers = { ...options.headers, ...(sent ? { authorization: `Bearer ${sent}` } : {}) };
-    const answer = await fetch(path, { ...options, headers, cache: "no-store", credentials: "same-origin" });
+    const signal = timeoutMs === null ? options.signal : AbortSignal.timeout(timeoutMs);
+    const answer = await fetch(path, { ...options, headers, signal, cache: "no-store", credentials: "same-origin" });
     if (answer.status !== 401) return answer;
     if (sent !== key) continue; // another request has got a key meanwhile
     asking ??= askForKey(sent !== "").finally(() => { asking = null; });
@@ -40,7 +44,7 @@ export async function refusedBy(answer) {
 }
 
 export async function getJson(path) {
-  const answer = await request(path, { signal: AbortSignal.timeout(TIMEOUT_MS) });
+  const answer = await request(path, {}, TIMEOUT_MS);
   if (!answer.ok) throw await refusedBy(answer);
   return answer.json();
 }

@@ -83,7 +83,7 @@ export class Lanes {
 }
 
 const plainTime = (s) => (s < 1 ? `${Math.round(1000 * s)} ms` : s < 120 ? `${+s.toFixed(2)} s` : `${+(s / 60).toFixed(1)} min`);
-const endOf = (record) => record.began_unix_us + record.total_us;
+const endOf = (record) => record.began_unix_us + (record.total_us ?? 0);
 
 class Row {
   constructor(open) {
@@ -92,7 +92,7 @@ class Row {
     this.state = el("span", { class: "lane-state" });
     this.track = el("div", { class: "track", "aria-hidden": "true" });
     this.facts = el("span", { class: "lane-facts" });
-    this.element = el("div", { class: "lane" }, this.label, this.state, this.track, this.facts);
+    this.element = el("div", { class: "lane", role: "listitem" }, this.label, this.state, this.track, this.facts);
     this.bars = [];
   }
 

@@ -9,7 +9,7 @@ import { RoomView } from "./room.js";
 import { Rate, showAcceptLengths, showBytes, showFailures, showFigures, showPeers } from "./figures.js";
 
 const POLL_MS = 1000;
-const SELDOM = 5; // polls between two looks at what changes seldom
+const SELDOM = 3; // polls between two looks at what changes seldom
 const MOVE_MS = 100;
 const LIMIT = 32;
 

@@ -9,7 +9,7 @@ const MAX_HEIGHT = 132;
 
 export class MemoryMaps {
   constructor() {
-    this.maps = [new Map_("Pages", "pages"), new Map_("Slots", "slots")];
+    this.maps = [new CellMap("Pages", "pages"), new CellMap("Slots", "slots")];
     byId("memory").append(...this.maps.map((map) => map.element));
     new ResizeObserver(() => this.maps.forEach((map) => map.draw())).observe(byId("memory"));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.maps.forEach((map) => map.draw(true)));
@@ -20,7 +20,7 @@ export class MemoryMaps {
   }
 }
 
-class Map_ {
+class CellMap {
   constructor(title, field) {
     this.field = field;
     this.cells = "";

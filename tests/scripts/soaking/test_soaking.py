@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from cluster import Resources
+from cluster import Node, Resources
 from cluster.asking import Choice, End, Outcome, Question
 from rich.console import Console
 from soaking import run as soak
@@ -95,6 +96,37 @@ def test_growth_of_a_process_is_a_finding() -> None:
     assert "6 sockets" in soak.grown(start, replace(start, sockets=6), "decode")[0]
     many = replace(start, threads=11 + soak.EXECUTOR_THREADS)
     assert "threads" in soak.grown(start, many, "decode")[0]
+
+
+def test_memory_that_is_kept_is_a_finding() -> None:
+    start = Resources(threads=10, fds=20, sockets=5, rss_mib=300)
+    assert soak.fatter(start, replace(start, rss_mib=329), "decode") == []
+    assert soak.fatter(start, replace(start, rss_mib=331), "decode") == ["leak: decode has 331 MiB, 300 at its start"]
+
+
+class Counted:
+    """A prefill node as far as :func:`soak.warm_up` knows it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.n_committed = name, 3
+
+    def samples(self, name: str) -> dict[tuple[str, ...], float]:
+        assert name == "pd_phase_seconds_count"
+        return {("commit",): float(self.n_committed)}
+
+
+async def test_every_prefill_node_has_had_a_prompt_before_its_resources_are_counted() -> None:
+    first, second = prefills = [Counted("prefill0"), Counted("prefill1")]
+    n_asked = 0
+
+    async def ask_once() -> None:
+        nonlocal n_asked
+        n_asked += 1
+        (first if n_asked < 6 else second).n_committed += 1
+
+    await soak.warm_up(cast(Sequence[Node], prefills), ask_once)
+    assert n_asked == 6
+    assert [node.n_committed for node in prefills] == [8, 4]
 
 
 def run(plan: Plan, logs: Path, **options: Any) -> Report:

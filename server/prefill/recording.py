@@ -1,0 +1,49 @@
+"""What the records of a prefill node's rooms are written from."""
+
+from __future__ import annotations
+
+from server.engine.request import GenerationRequest
+from server.prefill.decode_peer import DecodePeer
+from server.prefill.request import PrefillRequest
+from server.prefill.room import PrefillPhase
+from server.telemetry.record import PhaseName
+from server.telemetry.rooms import RoomRecorder, RoomRecords
+from server.transfer.protocol import Reserve
+
+_PHASES = {
+    PrefillPhase.PREFILL: PhaseName.PREFILL,
+    PrefillPhase.TRANSFER: PhaseName.TRANSFER,
+    PrefillPhase.COMMIT: PhaseName.COMMIT,
+}
+
+
+def open_record(
+    records: RoomRecords, peer: DecodePeer, reserve: Reserve, request: GenerationRequest, n_tokens: int, now: float
+) -> RoomRecorder:
+    """The record of a room that ``reserve`` begins."""
+    record = records.open(
+        reserve.room,
+        request.request_id,
+        n_prompt=n_tokens,
+        max_new=1,
+        first=PhaseName.PREFILL_QUEUE,
+        began=now,
+        traceparent=reserve.traceparent,
+    )
+    record.attempt(reserve.epoch, peer.name, None, 0)
+    return record
+
+
+def note_phase(records: RoomRecords, req: PrefillRequest, now: float) -> None:
+    """A room has entered another phase: so does its record, or it ends."""
+    record, room = req.record, req.room
+    name = _PHASES.get(room.phase)
+    if name is not None:
+        record.enter(name, now)
+    elif room.failure is not None:
+        record.attempt_failed(room.failure)
+        records.end(record, room.failure.code, now, room.failure)
+    elif room.done is not None:
+        record.moved(room.done)
+        record.n_generated = record.n_steps = int(req.first is not None)
+        records.end(record, "committed", now)
