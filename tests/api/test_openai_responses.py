@@ -141,7 +141,7 @@ def check_events(events: list[Any], final: Response) -> None:
         text = "".join(event.delta for event in told if event.type == f"{prefix}.delta")
         done = next(event for event in told if event.type == f"{prefix}.done")
         assert getattr(done, name) == text
-        item_id = item.id  # type: ignore[union-attr]
+        item_id = item.id
         assert {event.item_id for event in told if hasattr(event, "item_id")} <= {item_id}
         assert told[-1].item.id == item_id
 
