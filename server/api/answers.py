@@ -120,6 +120,11 @@ class Writer(ABC):
         }
 
 
+def n_logprobs(entries: Sequence[TokenLogprob]) -> int:
+    """Log probabilities of an answer's tokens, each of which has as many alternatives: what it costs to spell them."""
+    return len(entries) * (1 + len(entries[0].top)) if entries else 0
+
+
 def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 

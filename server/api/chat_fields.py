@@ -16,7 +16,7 @@ from server.chat.formats import ForcedCalls
 MAX_TOOLS = 128
 MAX_TOOL_CHARS = 1 << 18
 """Characters of all names, texts and keys of a request's tools."""
-MAX_TOOL_VALUES = 1 << 14
+MAX_TOOL_VALUES = 1 << 13
 """Values and keys of all tools."""
 MAX_TOOL_DEPTH = 32
 """Objects and lists inside each other in one tool."""

@@ -11,9 +11,10 @@ import msgspec
 from server.api.answers import Writer
 from server.api.errors import failure_body
 from server.api.generations import Generations
+from server.api.prompt_logprobs import n_entries
 from server.api.request_id import request_id
 from server.api.schemas import StreamOptions
-from server.engine.request import TokenOutput
+from server.engine.request import SamplingParams, TokenOutput
 from server.failure import RequestFailed
 
 COMMENT = b": waiting\n\n"
@@ -39,6 +40,14 @@ class StreamChunks(Protocol):
 
     def failed(self, failure: RequestFailed) -> list[bytes]:
         """What comes instead of the rest, if the generations fail."""
+        ...
+
+    def may_be_long(self, sampling: SamplingParams) -> bool:
+        """Whether the events for one output may be too long to be made in the event loop."""
+        ...
+
+    def size(self, index: int, output: TokenOutput) -> int:
+        """Log probabilities in what :meth:`events` would make of this output now."""
         ...
 
 
@@ -81,6 +90,12 @@ class Chunks:
     def failed(self, failure: RequestFailed) -> list[bytes]:
         """An event with the error's body."""
         return [event(failure_body(failure))]
+
+    def may_be_long(self, sampling: SamplingParams) -> bool:
+        return sampling.prompt_logprobs is not None
+
+    def size(self, index: int, output: TokenOutput) -> int:
+        return n_entries([output.prompt_logprobs])
 
     def _pd(self) -> dict[str, str]:
         return pd_object(self._request_id, self._generations.route_headers)

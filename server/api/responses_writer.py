@@ -15,7 +15,7 @@ from server.api.generations import Generations
 from server.api.request_id import request_id
 from server.api.responses_items import Fields, ResponseAnswer
 from server.chat.answer import AnswerParser, AnswerSyntax
-from server.engine.request import Backend, FinishReason, TokenOutput
+from server.engine.request import Backend, FinishReason, SamplingParams, TokenOutput
 from server.failure import FailureKind, RequestFailed
 
 _NBYTES_PER_LOGPROB = 64
@@ -153,6 +153,13 @@ class ResponsesChunks:
             "output": self._answer.items.output(),
         }
         return [*self._begin(), self._response_event(response)]
+
+    def may_be_long(self, sampling: SamplingParams) -> bool:
+        """Never: its events have no log probabilities, and what they repeat of the request is spelled before."""
+        return False
+
+    def size(self, index: int, output: TokenOutput) -> int:
+        return 0
 
     def _begin(self) -> list[bytes]:
         if self._n_sent:
