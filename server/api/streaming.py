@@ -31,7 +31,7 @@ _WRITE_NBYTES = 1 << 14
 
 WHOLE_OR_STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The whole answer, or with `stream` an event for every piece of it, and `[DONE]`",
+        "description": "The whole answer, or with `stream` an event for every piece of it, and `[DONE]` (responses: none)",
         "content": {"text/event-stream": {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}},
     }
 }
@@ -100,10 +100,11 @@ class EventStream(Response):
 
 
 class LiveStream(EventStream):
-    """A streamed answer as it is generated: events for every output, then ``[DONE]``; comments where it is silent.
+    """A streamed answer as it is generated: events for every output, then the end of ``chunks``, mostly ``[DONE]``;
+    comments where it is silent.
 
-    The status line is out before the first chunk is made, so that a failure becomes an error event, and the stream ends
-    without ``[DONE]``. However it ends, the generations are aborted then; that the client has gone away is noticed
+    The status line is out before the first chunk is made, so that a failure becomes an event, and the stream ends
+    without that end. However it ends, the generations are aborted then; that the client has gone away is noticed
     between chunks too.
 
     With ``lane`` a chunk may be long, because it has the log probabilities of the prompt or of the whole answer so far:
