@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from llguidance import LLMatcher
 
 from server.kernels.sampling import Words
 
+CPU_S = 0.25
+"""Processor time that every answer's grammar may take, in seconds."""
+CPU_S_PER_TOKEN = 0.005
+"""And for each token of the answer, with those drafted behind it. A usual grammar takes a tenth of a millisecond."""
+
 
 class GrammarFailed(Exception):
-    """The grammar cannot go on: a step would cost more than its limits allow."""
+    """The grammar cannot go on: a step would cost more than its limits allow, or its steps together do."""
 
 
 class Guide:
@@ -20,10 +27,14 @@ class Guide:
     Tokens of the answer are taken by :meth:`take`. Drafted ones are looked at by :meth:`look_ahead` and :meth:`masks`,
     and forgotten again. A token that ends the answer (of ``end_ids``) is never shown to the grammar: where the answer
     may end, ``mask`` lets them through. All methods raise :class:`GrammarFailed`.
+
+    A grammar can be so ambiguous that a mask takes a tenth of a second, for each row of each of its answers, while all
+    other requests wait. So the processor time of one answer is limited.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, end_ids: frozenset[int]) -> None:
         self._matcher, self._vocab_size, self._end_ids = matcher, vocab_size, end_ids
+        self._cpu_s_left = CPU_S
         self._ahead: list[int] = []
         self._masks: list[Words] = []
         """For the next token, and for the one after each token of ``_ahead``."""
@@ -32,6 +43,7 @@ class Guide:
         """Tokens of the answer. Returns whether nothing can follow them."""
         self._forget(0)
         self._masks.clear()
+        self._cpu_s_left += CPU_S_PER_TOKEN * len(token_ids)
         for token_id in token_ids:
             if token_id in self._end_ids:
                 return True
@@ -74,7 +86,9 @@ class Guide:
         return masks + masks[-1:] * (1 + len(draft) - len(masks))
 
     def _consume(self, token_id: int) -> None:
-        if not self._matcher.consume_token(token_id):
+        with self._counted():
+            is_taken = self._matcher.consume_token(token_id)
+        if not is_taken:
             raise GrammarFailed(f"token {token_id} does not fit the grammar: {self._matcher.get_error()}")
 
     def _forget(self, n_kept: int) -> None:
@@ -86,10 +100,20 @@ class Guide:
 
     def _compute(self) -> Words:
         words = np.zeros(-(-self._vocab_size // 32), np.uint32)
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        with self._counted():
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
             raise GrammarFailed(self._matcher.get_error())
         return words
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Counts the processor time of what is done inside."""
+        if self._cpu_s_left < 0:
+            raise GrammarFailed("it is too ambiguous: its steps take too much time")
+        began = time.thread_time()
+        yield
+        self._cpu_s_left -= time.thread_time() - began
 
 
 def _lets_through(mask: Words, token_id: int) -> bool:

@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future
 
 import numpy as np
@@ -196,3 +197,28 @@ def test_empty_lines_cost_as_much_as_other_text() -> None:
         return min(found)
 
     assert cost(MAX_EBNF_CHARS - 12) < 60 * cost(MAX_EBNF_CHARS // 16)  # 256 times, if it were the square
+
+
+def test_the_processor_time_of_an_answer_is_limited(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow or fast this machine is: the clock is the test's."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.004  # what every call of the library takes
+        return now
+
+    monkeypatch.setattr("server.engine.guide.time.thread_time", clock)
+    guide = guide_of(tokenizer, Grammar("regex", "a*"))
+    [a] = tokenizer.encode("a")[1:]
+
+    def go_on() -> None:
+        guide.mask()
+        guide.take([a])
+
+    monkeypatch.setattr("server.engine.guide.CPU_S_PER_TOKEN", 0.009)  # a mask and a token take less
+    for _ in range(200):
+        go_on()
+    monkeypatch.setattr("server.engine.guide.CPU_S_PER_TOKEN", 0.001)
+    with pytest.raises(GrammarFailed, match="too ambiguous"):
+        deque((go_on() for _ in range(200)), maxlen=0)
