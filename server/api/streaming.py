@@ -31,7 +31,7 @@ _WRITE_NBYTES = 1 << 14
 
 WHOLE_OR_STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The whole answer, or with `stream` an event for every piece of it, and `[DONE]` (responses: none)",
+        "description": "The whole answer, or with `stream` events for its pieces, and `[DONE]` (not of responses)",
         "content": {"text/event-stream": {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}},
     }
 }
