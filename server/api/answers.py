@@ -80,6 +80,8 @@ class Writer(ABC):
     id_prefix: ClassVar[str]
     object_name: ClassVar[str]
     chunk_object_name: ClassVar[str]
+    n_repeated = 0
+    """How much of its request a whole answer repeats: in log probabilities that take as long to spell."""
 
     def __init__(self, backend: Backend, prompts: Sequence[Sequence[int]]) -> None:
         self.id = f"{self.id_prefix}{request_id()}"

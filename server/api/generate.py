@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 
 from server.api.answers import Answer, Writer, finite, n_logprobs, token_key
 from server.api.chunks import DONE, event, pd_object
+from server.api.errors import failure_body
 from server.api.fields import ignored_header
 from server.api.generate_fields import GenerateRequest
 from server.api.generations import Generations
@@ -21,6 +22,7 @@ from server.api.rules import read_rules
 from server.api.streaming import WHOLE_OR_STREAMED, until_disconnect
 from server.api.tokenizing import PromptReader
 from server.engine.request import Backend, FinishReason, SamplingParams, TokenLogprob, TokenOutput
+from server.failure import RequestFailed
 
 FREE_NBYTES = 1 << 16
 """Each chunk of a stream repeats all before it. Up to this size, about, one is sent for every output."""
@@ -181,6 +183,10 @@ class GenerateChunks:
     def end(self) -> list[bytes]:
         """What comes behind the last output."""
         return [DONE]
+
+    def failed(self, failure: RequestFailed) -> list[bytes]:
+        """An event with the error's body."""
+        return [event(failure_body(failure))]
 
     def may_be_long(self, sampling: SamplingParams) -> bool:
         return sampling.logprobs is not None or sampling.prompt_logprobs is not None

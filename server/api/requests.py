@@ -109,6 +109,7 @@ async def serve(
             spell = partial(_respond, writer, best_answers(answers, body), pd, headers)
             size = n_entries(answer.prompt_logprobs for answer in answers)
             size += sum(n_logprobs(answer.logprobs) for answer in answers)
+            size += writer.n_repeated
             return spell() if size <= INLINE_ENTRIES else await until_disconnect(request.receive, lane.run(size, spell))
         times: StreamTimes = request.app.state.stream_times
         chunks: StreamChunks = (

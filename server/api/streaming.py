@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.chunks import COMMENT, StreamChunks, event
+from server.api.chunks import COMMENT, StreamChunks
 from server.api.direct_body import DirectBody, direct_body
-from server.api.errors import ClientDisconnected, failure_body, internal_error
+from server.api.errors import ClientDisconnected, internal_error
 from server.api.generations import Generations
 from server.api.lanes import Lane
 from server.api.prompt_logprobs import INLINE_ENTRIES
@@ -138,13 +138,17 @@ class LiveStream(EventStream):
             else:
                 await self._send_each(send, self._spelled)
         except RequestFailed as failure:
-            await _send(send, event(failure_body(failure)))
+            await self._send_failure(send, failure)
         except Exception as error:
             logger.exception("a stream failed")
-            await _send(send, event(failure_body(internal_error(error))))
+            await self._send_failure(send, internal_error(error))
         else:
             for each in self._chunks.end():
                 await _send(send, each)
+
+    async def _send_failure(self, send: Send, failure: RequestFailed) -> None:
+        for each in self._chunks.failed(failure):
+            await _send(send, each)
 
     async def _write_directly(self, body: DirectBody) -> None:
         """The outputs are written in the call that brings them; this task waits for the end, and comments on silence.
