@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from server.engine.grammar import JSON_WHITESPACE, MAX_GRAMMAR_CHARS, Grammar
-from server.engine.guide import GrammarFailed, Guide
+from server.engine.guide import Budget, GrammarFailed, Guide
 from server.failure import Failure, RequestFailed
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class GrammarCompiler:
     def __init__(self, settings: str, eos_token_ids: frozenset[int]) -> None:
         self._settings, self._eos_token_ids = settings, eos_token_ids
         self._lock = threading.Lock()  # held for moments only
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, tuple[LLMatcher, Budget]] = OrderedDict()
         self._tokenizer_lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compile grammar")
@@ -51,7 +51,7 @@ class GrammarCompiler:
                 return
         matcher = self._matcher(grammar)
         with self._lock:
-            self._compiled[grammar] = matcher
+            self._compiled[grammar] = matcher, Budget()
             while len(self._compiled) > MAX_KEPT:
                 self._compiled.popitem(last=False)
 
@@ -71,13 +71,18 @@ class GrammarCompiler:
         self._thread.submit(run)
 
     def guide(self, grammar: Grammar) -> Guide | None:
-        """A new answer's place in ``grammar``; None if that is not compiled, or not any more."""
+        """A new answer's place in ``grammar``; None if that is not compiled, or not any more. Its processor time is
+        that of all answers with this grammar, until it is spent.
+        """
         with self._lock:
-            matcher = self._compiled.get(grammar)
-            if matcher is None or self._tokenizer is None:
+            if grammar not in self._compiled or self._tokenizer is None:
                 return None
             self._compiled.move_to_end(grammar)
-            return Guide(matcher.deep_copy(), self._tokenizer.vocab_size, self._eos_token_ids)
+            matcher, budget = self._compiled[grammar]
+            if budget.is_spent:
+                budget = Budget()
+                self._compiled[grammar] = matcher, budget
+            return Guide(matcher.deep_copy(), self._tokenizer.vocab_size, self._eos_token_ids, budget)
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         if len(grammar.text) > MAX_GRAMMAR_CHARS:

@@ -12,13 +12,40 @@ from llguidance import LLMatcher
 from server.kernels.sampling import Words
 
 CPU_S = 0.25
-"""Processor time that every answer's grammar may take, in seconds."""
+"""Processor time, in seconds, that a grammar may take beyond that of its tokens."""
 CPU_S_PER_TOKEN = 0.005
-"""And for each token of the answer, with those drafted behind it. A usual grammar takes a tenth of a millisecond."""
+"""For each token of an answer, with those drafted behind it. A usual grammar takes a tenth of a millisecond."""
 
 
 class GrammarFailed(Exception):
     """The grammar cannot go on: a step would cost more than its limits allow, or its steps together do."""
+
+
+class Budget:
+    """Processor time for all answers with one grammar, which can be so ambiguous that a mask takes a tenth of a second:
+    for each row of each answer, while all other requests wait. What is spent stays spent.
+    """
+
+    def __init__(self) -> None:
+        self._left_s = CPU_S
+
+    @property
+    def is_spent(self) -> bool:
+        return self._left_s < 0
+
+    def add_token(self) -> None:
+        """Adds what one more token may cost; nothing is saved for many later ones."""
+        if not self.is_spent:
+            self._left_s = min(CPU_S, self._left_s + CPU_S_PER_TOKEN)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts what is done inside. Raises :class:`GrammarFailed` if nothing is left."""
+        if self.is_spent:
+            raise GrammarFailed("it is too ambiguous: its steps take too much time")
+        began = time.thread_time()
+        yield
+        self._left_s -= time.thread_time() - began
 
 
 class Guide:
@@ -27,14 +54,13 @@ class Guide:
     Tokens of the answer are taken by :meth:`take`. Drafted ones are looked at by :meth:`look_ahead` and :meth:`masks`,
     and forgotten again. A token that ends the answer (of ``end_ids``) is never shown to the grammar: where the answer
     may end, ``mask`` lets them through. All methods raise :class:`GrammarFailed`.
-
-    A grammar can be so ambiguous that a mask takes a tenth of a second, for each row of each of its answers, while all
-    other requests wait. So the processor time of one answer is limited.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, end_ids: frozenset[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, vocab_size: int, end_ids: frozenset[int], budget: Budget | None = None
+    ) -> None:
         self._matcher, self._vocab_size, self._end_ids = matcher, vocab_size, end_ids
-        self._cpu_s_left = CPU_S
+        self._budget = budget or Budget()
         self._ahead: list[int] = []
         self._masks: list[Words] = []
         """For the next token, and for the one after each token of ``_ahead``."""
@@ -43,8 +69,8 @@ class Guide:
         """Tokens of the answer. Returns whether nothing can follow them."""
         self._forget(0)
         self._masks.clear()
-        self._cpu_s_left += CPU_S_PER_TOKEN * len(token_ids)
         for token_id in token_ids:
+            self._budget.add_token()
             if token_id in self._end_ids:
                 return True
             self._consume(token_id)
@@ -86,7 +112,7 @@ class Guide:
         return masks + masks[-1:] * (1 + len(draft) - len(masks))
 
     def _consume(self, token_id: int) -> None:
-        with self._counted():
+        with self._budget.counted():
             is_taken = self._matcher.consume_token(token_id)
         if not is_taken:
             raise GrammarFailed(f"token {token_id} does not fit the grammar: {self._matcher.get_error()}")
@@ -100,20 +126,11 @@ class Guide:
 
     def _compute(self) -> Words:
         words = np.zeros(-(-self._vocab_size // 32), np.uint32)
-        with self._counted():
+        with self._budget.counted():
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
             raise GrammarFailed(self._matcher.get_error())
         return words
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Counts the processor time of what is done inside."""
-        if self._cpu_s_left < 0:
-            raise GrammarFailed("it is too ambiguous: its steps take too much time")
-        began = time.thread_time()
-        yield
-        self._cpu_s_left -= time.thread_time() - began
 
 
 def _lets_through(mask: Words, token_id: int) -> bool:

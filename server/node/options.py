@@ -201,8 +201,8 @@ class NodeOptions:
     insecure: bool = option(PEERS, "use peers of other machines without a key: trust the network", default=False)
     api_key: str | None = option(
         CLIENTS,
-        "clients must send it as a Bearer token, except to /health, /ready and /metrics (the process list shows it: "
-        "rather use --api-key-file)",
+        "clients must send it as a Bearer token, except to /health, /ready, /metrics and the page's files (the process "
+        "list shows it: rather use --api-key-file)",
         metavar="KEY",
     )
     api_key_file: Path | None = option(CLIENTS, "the same, from a file", type=Path, metavar="FILE")
