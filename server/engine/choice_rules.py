@@ -31,11 +31,14 @@ class ChoiceRules:
         self._bad_words = BadWords([word for word in params.bad_words if len(word) > 1])
         self._allowed = None if params.allowed_token_ids is None else mask_of(params.allowed_token_ids)
         self._answer: list[int] = []
+        self._is_plain = not (self._edits.are_any or self._bad_words or self._allowed is not None or guide is not None)
+        """Nothing but the bans of the processor changes the rows: nearly every request, at every step."""
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Counts tokens of the answer."""
-        self._answer.extend(token_ids)
-        self._edits.take(token_ids)
+        if not self._is_plain:
+            self._answer.extend(token_ids)
+            self._edits.take(token_ids)
 
     def rows(self, draft: Sequence[int], position: int) -> list[RowSampling]:
         """For the next token, at ``position``, and for the one after each token of ``draft``.
@@ -43,6 +46,9 @@ class ChoiceRules:
         :raises GrammarFailed: the grammar cannot go on.
         """
         params, seed = self._params, self._params.seed or 0
+        if self._is_plain:
+            banned = self._processor.banned_ids
+            return [RowSampling(params, seed, position + j, banned(j)) for j in range(1 + len(draft))]
         edits = self._edits.table
         own = self._edits.ahead(draft)
         masks = self._masks(draft)

@@ -34,6 +34,11 @@ class TokenEdits:
         self._rows = np.array([(token_id, n, biases.get(token_id, 0.0)) for token_id, n in entries.items()], EDIT)
 
     @property
+    def are_any(self) -> bool:
+        """Whether there are edits, or may ever be."""
+        return self._counts_answer or bool(self._places)
+
+    @property
     def table(self) -> Table | None:
         """The edits for the next token. It is another one after :meth:`take`."""
         return self._rows[: len(self._places)] if self._places else None

@@ -28,6 +28,8 @@ FIRST_RANKED = 512
 BEST_WEIGHT = 1 << 30
 DRAW_BITS = 53
 _MASK64 = (1 << 64) - 1
+_NOWHERE = _NOTHING = (0, 0, 0)
+"""Addresses and lengths of the edits and the mask of a row that has none."""
 _LOG2_E = 1.4426950408889634
 _POWER_OF_TWO = tuple(
     np.float32(c)
@@ -130,16 +132,20 @@ def _sample_in_kernel(logits: torch.Tensor, rows: Sequence[RowSampling], kernel:
         logits = logits.to(device="cpu", dtype=torch.float32).contiguous()
     packed, alive, max_alternatives, vocab_size = [], [], 0, logits.shape[1]
     for row in rows:
-        params, own = row.params, row.own_edits()
-        alive.append(own)
+        params, pointers, lengths = row.params, _NOWHERE, _NOTHING
+        if row.is_edited:
+            own = row.own_edits()
+            alive.append(own)
+            pointers = (_address(row.edits), _address(own), _address(row.mask))
+            lengths = (_length(row.edits), _length(own), _length(row.mask))
         draw, scale = (0, 0.0) if row.is_greedy else (draw_bits(row.seed, row.position), _scale(params.temperature))
         n_top = -1 if params.logprobs is None else params.logprobs
         max_alternatives = max(max_alternatives, n_top)
         packed.append(
             ROW.pack(
-                _address(row.edits), _address(own), _address(row.mask), draw, params.top_p, params.min_p, scale,
+                *pointers, draw, params.top_p, params.min_p, scale,
                 params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
-                _length(row.edits), _length(own), _length(row.mask), min(params.top_k, vocab_size), n_top, 0,
+                *lengths, min(params.top_k, vocab_size), n_top, 0,
             )
         )  # fmt: skip
     choices, tops = kernel(logits, packed, max_alternatives)

@@ -14,16 +14,27 @@ import pytest
 
 from server.decode import verify
 from server.decode.request import DecodeRequest
+from server.decode.request_manager import RequestManager
 from server.decode.request_queue import RequestQueue
 from server.decode.room import DecodeAction, DecodeEvent, DecodePhase, DecodeRoom, FailClient, FencePeer, Free
 from server.decode.transport_sessions import TransportSessions
 from server.decode.verify import CHECKS
+from server.engine.events import Event, Output, Scrubbed
+from server.engine.generation import NodeGeneration
+from server.engine.request import TokenOutput
 from server.prefill import registrations
 from server.prefill.registrations import Registrations, Standing
 from server.prefill.room import BatchEnded, EngineIdle, PrefillAction, PrefillEvent, PrefillRoom, SenderGone
 from server.transfer.checks import Check
 from server.transfer.parts import PartsReceived, PartsToSend
-from server.transfer.protocol import Abort, PeerMessage, Registration, SentPromptLogprobs, registration_of
+from server.transfer.protocol import (
+    Abort,
+    PeerMessage,
+    PromptLogprobsReceived,
+    Registration,
+    SentPromptLogprobs,
+    registration_of,
+)
 from server.transfer.rooms import Forget, RoomKey, Tombstone, Tombstones
 from tests.simulation.world import Weather, World
 
@@ -292,6 +303,65 @@ def parts_lost_for_good(patch: Patch) -> None:
     patch.setattr(PartsToSend, "have_all_arrived", True)
 
 
+def parts_wait_for_ever(patch: Patch) -> None:
+    """Those that may not be sent at once are never sent."""
+    handle = PrefillRoom.handle
+
+    def handled(self: PrefillRoom, event: PrefillEvent, now: float) -> list[PrefillAction]:
+        if isinstance(event, PromptLogprobsReceived) and self._parts is not None and not self._parts.have_all_arrived:
+            self._parts.arrived(event.stop)
+            return []
+        return handle(self, event, now)
+
+    patch.setattr(PrefillRoom, "handle", handled)
+
+
+def parts_kept_twice(patch: Patch) -> None:
+    """A copy of a part is added once more."""
+    take = PartsReceived.take
+
+    def take_copies(self: PartsReceived, start: int, rows: bytes) -> bool:
+        if start < self.next:
+            self.rows += rows
+        return take(self, start, rows)
+
+    patch.setattr(PartsReceived, "take", take_copies)
+
+
+def scores_not_given_out(patch: Patch) -> None:
+    put = NodeGeneration.put
+
+    def without_scores(self: NodeGeneration, output: TokenOutput) -> None:
+        self.prompt_logprobs = None
+        put(self, output)
+
+    patch.setattr(NodeGeneration, "put", without_scores)
+
+
+def memory_of_no_tokens_kept(patch: Patch) -> None:
+    """Where nothing is decoded, nobody frees the slot."""
+    on_event = RequestManager.on_engine_event
+
+    def kept(self: RequestManager, event: Event) -> None:
+        req = self.reqs.get(event.key) if isinstance(event, Scrubbed) and isinstance(event.key, RoomKey) else None
+        if req is None or not req.is_committed:
+            on_event(self, event)
+
+    patch.setattr(RequestManager, "on_engine_event", kept)
+
+
+def outputs_behind_the_end_counted(patch: Patch) -> None:
+    on_event = RequestManager.on_engine_event
+
+    def counted(self: RequestManager, event: Event) -> None:
+        req = self.reqs.get(event.key) if isinstance(event, Output) and isinstance(event.key, RoomKey) else None
+        if req is not None and req.generation.ended:
+            self.request_metrics.tokens.n_generated += 1
+        on_event(self, event)
+
+    patch.setattr(RequestManager, "on_engine_event", counted)
+
+
 def queue_loses_requests(patch: Patch) -> None:
     put, n_put = RequestQueue.put, 0
 
@@ -318,6 +388,11 @@ DEFECTS: dict[Callable[[Patch], None], tuple[str, str]] = {
     parts_digest_not_compared: ("bad transport", "wrong log probabilities"),
     parts_taken_behind_gaps: ("lossy", "without a cause: component_mismatch"),
     parts_lost_for_good: ("lossy", "without a cause: component_mismatch"),
+    parts_wait_for_ever: ("calm", "deadline"),
+    parts_kept_twice: ("lossy", "without a cause: component_mismatch"),
+    scores_not_given_out: ("calm", "wrong log probabilities"),
+    memory_of_no_tokens_kept: ("calm", "never ends"),
+    outputs_behind_the_end_counted: ("stops", "has counted"),
     queue_loses_requests: ("calm", "never ends"),
 }
 """Each with a weather in which it shows, and what it is found by."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import re
@@ -16,6 +17,7 @@ from server.decode import room_manager
 from server.engine.prompt_logprobs import PromptLogprobs
 from server.engine.request import FinishReason, GenerationRequest, RoutedRoom, SamplingParams
 from server.failure import RequestFailed
+from server.transfer import parts
 from server.transfer.protocol import Registration, Reserve, RoutedRequest
 from server.transfer.rooms import Deadlines, RoomKey
 from tests.simulation.engine import first_token_of
@@ -39,6 +41,8 @@ DEADLINES = Deadlines(
 )
 LONGEST_CALL_S = 1.0
 AT_ONCE_S = 0.3
+PART_NBYTES, MAX_PARTS_UNDER_WAY = 40, 2
+"""In some worlds, so that even the few tokens of a prompt have more parts than may be under way."""
 TROUBLE_S = 0.5
 """How often something may go wrong that is not about one message, batch or chunk."""
 
@@ -100,6 +104,11 @@ class World:
         self.rng = random.Random(seed)
         self._checked_at_once_nbytes = 1 << 20 if seed % 3 == 0 else 0
         """What arrived is checked in the event loop in some worlds, in threads in the others."""
+        self._small_parts = (
+            patch.multiple(parts, PART_NBYTES=PART_NBYTES, MAX_UNDER_WAY=MAX_PARTS_UNDER_WAY)
+            if seed % 2
+            else contextlib.nullcontext()
+        )
         self.weather = weather
         self.deadlines = DEADLINES
         self.calm = False
@@ -167,7 +176,10 @@ class World:
         log = logging.getLogger("server")
         log.addHandler(errors)
         try:
-            with patch.object(room_manager, "CHECKED_AT_ONCE_NBYTES", self._checked_at_once_nbytes):
+            with (
+                patch.object(room_manager, "CHECKED_AT_ONCE_NBYTES", self._checked_at_once_nbytes),
+                self._small_parts,
+            ):
                 self.loop.run_until_complete(self._live(troubled_s, longest_s))
         finally:
             log.removeHandler(errors)
