@@ -100,7 +100,8 @@ def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """``schema``, or what it refers to among its own definitions."""
     parts = str(schema.get("$ref", "")).split("/")
     if len(parts) == 3 and parts[0] == "#" and parts[1] in ("$defs", "definitions"):
-        target = (schema.get(parts[1]) or {}).get(parts[2])
+        definitions = schema.get(parts[1])
+        target = definitions.get(parts[2]) if isinstance(definitions, dict) else None
         if isinstance(target, dict):
             return {**target, parts[1]: schema[parts[1]]}
     return schema

@@ -424,7 +424,7 @@ class RequestManager:
             case PromptScored():
                 req.scores += event.rows
                 self._metrics.prompt_logprobs(len(event.rows) // ENTRY_NBYTES)
-            case Output():
+            case Output() if not req.generation.ended:
                 n_top = req.request.sampling.prompt_logprobs
                 if self._is_local and n_top is not None and not req.record.n_generated:
                     req.generation.prompt_logprobs = PromptLogprobs(n_top, req.scores)
@@ -442,6 +442,8 @@ class RequestManager:
     def _count(self, record: RoomRecorder, output: TokenOutput) -> None:
         """Counts an output. It runs for every token: plain numbers, and the reading of the clock that there is."""
         now, n_tokens = self.queue.moved_at, len(output.token_ids)
+        if not n_tokens:
+            return  # the end of a request that wants none
         if record.n_steps:
             self._token_metrics.next_output(n_tokens, now - record.token_at)
         else:

@@ -149,9 +149,9 @@ class RequestMetrics:
         if outcome == "abort" or total_s is None:
             return
         self._total.observe(total_s, {"room": str(recorder.room)})
-        if self._decode is not None:
+        if self._decode is not None and recorder.first_token_at is not None:
             self._decode.observe(recorder.seconds().get(PhaseName.DECODE, 0.0))
-        else:
+        else:  # nothing was said of it before: there was no first token
             self.tokens.n_prompt += recorder.n_prompt
             self.tokens.n_generated += recorder.n_generated
             self._observe_parts(recorder)

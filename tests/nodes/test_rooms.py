@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from server.engine.request import RoutedRoom
-from server.failure import RequestFailed
+from server.engine.events import Output
+from server.engine.request import RoutedRoom, TokenOutput
+from server.failure import Failure, RequestFailed
 from server.prefill.decode_peer import DecodePeer
 from server.telemetry.record import RoomRecord
 from server.transfer.protocol import AnyMessage, Done, Reserve
@@ -83,6 +84,31 @@ async def test_local_prefill_has_a_record_too(pair: Pair) -> None:
     assert [phase.name for phase in record.phases] == ["receive", "queue", "prefill", "decode"]
     assert (record.attempts[0].peer, record.transfer, record.clocks) == ("local", None, None)
     assert d.metric("pd_time_to_first_token_seconds_count") == 1
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["pair", "local"])
+async def test_a_request_for_no_tokens_has_no_first_one(pair: Pair, local: bool) -> None:
+    d = await (pair.decode(local=True) if local else pair.decode(await pair.prefill()))
+    await answer(d.node, request(20, max_tokens=0, prompt_logprobs=0))
+    (record,) = ended(d)
+    assert (record.ttft_us, record.tokens.prompt, record.tokens.steps) == (None, 20, 0)
+    assert d.metric("pd_prompt_tokens_total") == 20
+    assert d.metric("pd_request_prefill_time_seconds_sum") > 0
+    counts = [d.metric(f"pd_{name}_seconds_count") for name in ("time_to_first_token", "request_decode_time")]
+    assert counts == [0, 0]
+
+
+async def test_what_comes_behind_the_end_counts_for_nothing(pair: Pair) -> None:
+    d = await pair.decode(local=True)
+    d.engine.gate.clear()
+    d.node.submit(request(20))
+    (key,) = d.node.manager.reqs
+    d.node.manager.refuse_all(Failure("shutting_down", "simulated"))
+    d.node.manager.on_engine_event(Output(key, TokenOutput((7,), "seven")))
+    (record,) = ended(d)
+    assert (record.outcome, record.ttft_us, record.tokens.generated) == ("shutting_down", None, 0)
+    assert (d.metric("pd_generation_tokens_total"), d.metric("pd_prompt_tokens_total")) == (0, 0)
+    d.engine.gate.set()
 
 
 async def test_a_client_that_leaves_ends_the_record_in_whatever_phase(pair: Pair) -> None:

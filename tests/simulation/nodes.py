@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import random
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from prometheus_client import CollectorRegistry
@@ -17,7 +18,7 @@ from server.decode.request_manager import RequestManager
 from server.decode.routed_rooms import has_arrived
 from server.decode.settings import DecodeSettings
 from server.engine.generation import NodeGeneration
-from server.engine.request import GenerationRequest, SamplingParams
+from server.engine.request import FinishReason, GenerationRequest, SamplingParams, TokenOutput
 from server.failure import Failure, RequestFailed
 from server.node.base import Manager
 from server.node.context import NodeContext
@@ -60,10 +61,23 @@ class Client:
     generation: NodeGeneration
     aborted_in: str = ""
     """The phase of its room in which the client went away, if it did."""
+    heard: list[TokenOutput | RequestFailed] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.generation.listen(self.heard.append)
 
     @property
     def is_decode(self) -> bool:
         return isinstance(self.node, SimulatedDecode)
+
+    @property
+    def outputs(self) -> list[TokenOutput]:
+        return [item for item in self.heard if isinstance(item, TokenOutput)]
+
+    @property
+    def has_heard_of_prompt(self) -> bool:
+        """That it is computed."""
+        return any(output.token_ids or output.finish_reason is FinishReason.LENGTH for output in self.outputs)
 
     @property
     def name(self) -> str:
@@ -91,6 +105,7 @@ class SimulatedNode(ABC):
         """Begins a new life."""
         self.life += 1
         self.process = Process(self.world.loop)
+        self.refused: Counter[str] = Counter()
         n_pages = self._n_slots * -(-self.longest_request // PAGE_TOKENS)
         self.memory = make_memory(self.world, self._n_slots, n_pages, self.extra_rows, self._rng.randrange(1 << 30))
         self.metrics = NodeMetrics(CollectorRegistry())
@@ -100,6 +115,7 @@ class SimulatedNode(ABC):
     def crash(self) -> None:
         if not self.process.is_dead:
             self.note_phases("crash of")
+            self.check_said()
             self.end()
             self.world.sessions.close_all_of(self.memory)
             self.world.network.hung_up(self.address)
@@ -151,6 +167,7 @@ class SimulatedNode(ABC):
             self.world.clients.append(Client(self, request, room, self._submit(request, room)))
         except RequestFailed as failure:
             self.world.refused.append(failure)
+            self.refused[failure.code] += 1
 
     @abstractmethod
     def _submit(self, request: GenerationRequest, room: int) -> NodeGeneration: ...
@@ -171,7 +188,11 @@ class SimulatedNode(ABC):
         self.world.check(n_free == self._n_slots, f"{self._n_slots - n_free} slots are missing on {self.address}")
         listed = self.manager.records.listing(KEPT_ROOMS)
         self.world.check(not listed.running, f"{self.address} has records of rooms that do not end: {listed.running}")
-        for record in listed.ended:
+        self.check_said()
+
+    def check_said(self) -> None:
+        """At the end of a life: what the node says of its requests is what their clients were told."""
+        for record in self.manager.records.listing(KEPT_ROOMS).ended:
             self.world.check(not (faults := faults_of(record)), f"{self.address}, room {record.room}: {faults}")
             self.world.seen[f"record of {self.role}: {record.outcome}"] += 1
 
@@ -279,6 +300,20 @@ class SimulatedDecode(SimulatedNode):
 
     def _submit(self, request: GenerationRequest, room: int) -> NodeGeneration:
         return self.manager.submit(request, room=room)
+
+    def check_said(self) -> None:
+        super().check_said()
+        clients, failures = self.world.clients_of(self), self.refused.copy()
+        failures.update(item.code for client in clients for item in client.heard if isinstance(item, RequestFailed))
+        told = {
+            "tokens": {
+                "prompt": sum(len(client.request.prompt_ids) for client in clients if client.has_heard_of_prompt),
+                "generated": sum(len(output.token_ids) for client in clients for output in client.outputs),
+            },
+            "failures": failures,
+        }
+        counted = self.manager.request_metrics.totals()
+        self.world.check(counted == told, f"{self.address} has counted {counted}, and its clients were told {told}")
 
     def probe(self) -> None:
         """Somebody asks whether the node is ready: a small write by a prefill node must really arrive."""

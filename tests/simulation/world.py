@@ -191,7 +191,7 @@ class World:
         for node in self.nodes:
             node.check_over()
         for client in self.clients:
-            await self._check_answer(client)
+            self._check_answer(client)
         self._raise()
 
     def _is_over(self) -> bool:
@@ -295,7 +295,7 @@ class World:
                 phase = client.node.phases().get(client.room, "waiting")
                 self.check(phase in ("verify", "committed"), f"{client.name} was not told at once, in phase {phase}")
 
-    async def _check_answer(self, client: Client) -> None:
+    def _check_answer(self, client: Client) -> None:
         """A client gets all of its tokens and one end, or some of them and one failure; never another's tokens."""
         name, request = client.name, client.request
         self.check(client.generation.ended, f"{name} was told nothing")
@@ -304,15 +304,15 @@ class World:
         tokens: list[int] = []
         ends: list[object] = []
         scores: list[PromptLogprobs | None] = []
-        try:
-            async for output in client.generation:
-                tokens += output.token_ids
-                scores.append(output.prompt_logprobs)
-                ends += [output.finish_reason] if output.finish_reason is not None else []
-        except RequestFailed as failure:
-            ends.append(failure)
-            self.failures.append(failure)
-            self._check_cause(name, failure)
+        for item in client.heard:
+            if isinstance(item, RequestFailed):
+                ends.append(item)
+                self.failures.append(item)
+                self._check_cause(name, item)
+                continue
+            tokens += item.token_ids
+            scores.append(item.prompt_logprobs)
+            ends += [item.finish_reason] if item.finish_reason is not None else []
         self.check(len(ends) == 1, f"{name} was told more than one end: {ends}")
         if client.is_decode and client.aborted_in not in ("", "committed"):
             self.check(ends == [FinishReason.ABORT], f"{name} has aborted in {client.aborted_in} and was told {ends}")
