@@ -52,7 +52,7 @@ PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "explain.py": timeline.main,
 }
 RUN_ELSEWHERE = ("curl", "test", "-m", "kubectl", "(umask", "setup")
-"""``curl`` against a real pair; ``scripts/test`` runs this; ``.venv/bin/python -m`` starts the router, which is not ours."""
+"""``curl`` against a real pair; ``scripts/test`` runs this; ``-m`` (of Python) starts the router, which is not ours."""
 
 
 def tables(document: Path) -> Iterator[list[list[str]]]:
