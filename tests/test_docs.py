@@ -51,8 +51,8 @@ PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "lifecycle.py": walk.main,
     "explain.py": timeline.main,
 }
-RUN_ELSEWHERE = ("curl", "test", "python", "kubectl", "(umask", "setup")
-"""``curl`` against a real pair; ``scripts/test`` runs this; ``python -m`` starts the router, which is not ours."""
+RUN_ELSEWHERE = ("curl", "test", "-m", "kubectl", "(umask", "setup")
+"""``curl`` against a real pair; ``scripts/test`` runs this; ``-m`` (of Python) starts the router, which is not ours."""
 
 
 def tables(document: Path) -> Iterator[list[list[str]]]:

@@ -57,7 +57,7 @@ Where vLLM or SGLang have a metric that means the same, its name without the pre
 place of `vllm:`. As in vLLM, inter-token latency counts the outputs of steps, however many tokens they have. There is
 no label `model_name`: a node serves one model (`/v1/models`).
 
-Counters have `_total` behind their names, histograms `_bucket`, `_sum` and `_count`.
+Counters have `_total` behind their names, infos `_info`, histograms `_bucket`, `_sum` and `_count`.
 
 | metric | type | labels | node | like | |
 |---|---|---|---|---|---|
