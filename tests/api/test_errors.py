@@ -238,7 +238,7 @@ async def test_refusal_of_one_generation_aborts_the_others(client: httpx.AsyncCl
     assert all(generation.aborted for generation in backend.generations)
 
 
-@pytest.mark.parametrize("path", MINIMAL)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_failure_in_a_stream_is_an_error_event_without_done(
     client: httpx.AsyncClient, backend: FakeBackend, path: str
 ) -> None:

@@ -21,7 +21,7 @@ from server.api.http_protocol import LimitedHttpProtocol
 from server.api.streaming import StreamTimes
 from server.failure import Failure, RequestFailed
 from tests.api.fakes import ANSWER, FakeBackend
-from tests.api.harness import COMPLETIONS, MINIMAL, WITHIN_S, until
+from tests.api.harness import CHAT, COMPLETIONS, MINIMAL, RESPONSES, WITHIN_S, until
 from tests.support.http import http_server_thread
 from tests.support.raw_http import RawConnection, post_json
 
@@ -88,7 +88,7 @@ def test_a_sample_streams_while_others_wait(server_url: str, backend: FakeBacken
 
 
 @hasty
-@pytest.mark.parametrize("path", MINIMAL)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("usage", [False, True])
 def test_a_stream_that_waits_sends_comments_and_tells_the_rest_at_its_end(
     server_url: str, backend: FakeBackend, path: str, usage: bool
@@ -105,6 +105,19 @@ def test_a_stream_that_waits_sends_comments_and_tells_the_rest_at_its_end(
     assert chunks[-1]["pd"] == {"prefill": "10.0.0.1:8998", "room": str(backend.first_room), "retries": "1"}
     assert (chunks[-1]["choices"] == []) == usage
     assert not any("pd" in chunk for chunk in chunks[:-1])
+
+
+@hasty
+def test_a_stream_of_responses_that_waits_does_so_too(server_url: str, backend: FakeBackend) -> None:
+    backend.script.waiting, backend.script.n_retries = {0}, 1
+    with streamed(server_url, RESPONSES) as stream:
+        assert [stream.line() for _ in range(4)] == [COMMENT] * 4
+        backend.script.waiting.clear()
+        *others, last = stream.rest()
+    assert last["type"] == "response.completed"
+    assert last["response"]["id"].endswith(last["response"]["pd"].pop("request_id"))
+    assert last["response"]["pd"] == {"prefill": "10.0.0.1:8998", "room": str(backend.first_room), "retries": "1"}
+    assert not any("pd" in event.get("response", {}) for event in others)
 
 
 @patient
