@@ -80,6 +80,8 @@ class Writer(ABC):
     id_prefix: ClassVar[str]
     object_name: ClassVar[str]
     chunk_object_name: ClassVar[str]
+    n_repeated = 0
+    """How much of its request a whole answer repeats: in log probabilities that take as long to spell."""
 
     def __init__(self, backend: Backend, prompts: Sequence[Sequence[int]]) -> None:
         self.id = f"{self.id_prefix}{request_id()}"
@@ -116,6 +118,11 @@ class Writer(ABC):
             "model": self._model,
             "choices": choices,
         }
+
+
+def n_logprobs(entries: Sequence[TokenLogprob]) -> int:
+    """Log probabilities of an answer's tokens, each of which has as many alternatives: what it costs to spell them."""
+    return len(entries) * (1 + len(entries[0].top)) if entries else 0
 
 
 def finite(logprob: float) -> float:

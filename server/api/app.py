@@ -21,6 +21,7 @@ from server.api.lanes import Lanes
 from server.api.middleware import ApiKey, HeadAsGet, ResponseCount, WholeBody, response_counter
 from server.api.page import page_router
 from server.api.request_id import RequestId
+from server.api.responses import responses_router
 from server.api.rooms import rooms_router
 from server.api.router_info import router_info_router
 from server.api.status import STATUS
@@ -95,6 +96,7 @@ def create_app(
     app.include_router(completions_router(backend, reader, route_class))
     chat = chat_format(backend.tokenizer, chat_settings)
     app.include_router(chat_router(backend, reader, chat, route_class))
+    app.include_router(responses_router(backend, reader, chat, route_class))
     app.include_router(generate_router(backend, reader, route_class))
     app.include_router(tokens_router(backend, reader, chat, route_class))
     app.include_router(page_router())

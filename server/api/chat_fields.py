@@ -16,16 +16,22 @@ from server.chat.formats import ForcedCalls
 MAX_TOOLS = 128
 MAX_TOOL_CHARS = 1 << 18
 """Characters of all names, texts and keys of a request's tools."""
-MAX_TOOL_VALUES = 1 << 14
+MAX_TOOL_VALUES = 1 << 13
 """Values and keys of all tools."""
 MAX_TOOL_DEPTH = 32
 """Objects and lists inside each other in one tool."""
 MAX_CALLS = 1024
 """Calls in one message."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
-def _check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools of a request, in the shape of chat completions.
+
+    :raises ValueError: says what is wrong, or too large.
+    """
     n_values = n_chars = 0
     for which, tool in enumerate(tools):
         for depth, value in _values(tool):
@@ -121,12 +127,11 @@ class ChatFields(BaseModel):
     """Fields of chat completions alone. None means: the default."""
 
     tools: (
-        Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_tools)]
-        | None
+        Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(check_tools)] | None
     ) = None
     tool_choice: Annotated[str | dict[str, Any] | None, AfterValidator(_check_choice)] = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     thinking: Annotated[dict[str, Any] | None, AfterValidator(_check_thinking)] = None
     separate_reasoning: bool | None = None
     """False: the answer's content has everything as the model wrote it."""

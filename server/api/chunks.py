@@ -9,10 +9,13 @@ from typing import Any, Protocol
 import msgspec
 
 from server.api.answers import Writer
+from server.api.errors import failure_body
 from server.api.generations import Generations
+from server.api.prompt_logprobs import n_entries
 from server.api.request_id import request_id
 from server.api.schemas import StreamOptions
-from server.engine.request import TokenOutput
+from server.engine.request import SamplingParams, TokenOutput
+from server.failure import RequestFailed
 
 COMMENT = b": waiting\n\n"
 """What every reader of server-sent events skips. It keeps proxies and clients from taking silence for an end."""
@@ -33,6 +36,18 @@ class StreamChunks(Protocol):
 
     def end(self) -> list[bytes]:
         """What comes behind the last output."""
+        ...
+
+    def failed(self, failure: RequestFailed) -> list[bytes]:
+        """What comes instead of the rest, if the generations fail."""
+        ...
+
+    def may_be_long(self, sampling: SamplingParams) -> bool:
+        """Whether the events for one output may be too long to be made in the event loop."""
+        ...
+
+    def size(self, index: int, output: TokenOutput) -> int:
+        """Log probabilities in what :meth:`events` would make of this output now."""
         ...
 
 
@@ -71,6 +86,16 @@ class Chunks:
             return [DONE]
         more = {"usage": self._writer.usage.as_dict(), "pd": self._pd()}
         return [self._event(b"[]", more), DONE]
+
+    def failed(self, failure: RequestFailed) -> list[bytes]:
+        """An event with the error's body."""
+        return [event(failure_body(failure))]
+
+    def may_be_long(self, sampling: SamplingParams) -> bool:
+        return sampling.prompt_logprobs is not None
+
+    def size(self, index: int, output: TokenOutput) -> int:
+        return n_entries([output.prompt_logprobs])
 
     def _pd(self) -> dict[str, str]:
         return pd_object(self._request_id, self._generations.route_headers)

@@ -1,9 +1,9 @@
 """Every field of the three request schemas that clients write for, and what becomes of it here.
 
 The schemas are OpenAI's (``openai`` 3.57.0), vLLM's (its main branch of October 2026) and SGLang's (0.5.23), for text
-and chat completions. Each of their fields is one of three:
+and chat completions, and OpenAI's for responses. Each of their fields is one of three:
 
-- *honoured*: a field of the request models in :mod:`server.api.schemas`;
+- *honoured*: a field of the request models in :mod:`server.api.schemas` and :mod:`server.api.responses_fields`;
 - *harmless*, in :data:`HARMLESS`: it changes nothing in the answer, whatever its value;
 - *refused*, in :data:`REFUSED`: with any value but those that change nothing.
 
@@ -120,6 +120,30 @@ REFUSED_IN_CHAT: Mapping[str, Harmless] = {
 }
 """The chat format of the checkpoint spells the conversation, and reads no documents."""
 
+REFUSED_IN_RESPONSES: Mapping[str, Harmless] = {
+    **REFUSED_IN_CHAT,
+    # nothing is kept: there is no earlier response, no conversation, and nothing to ask for later
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt", "background", "background_options"), _nothing),
+    **dict.fromkeys(("context_management", "access_programs"), _EMPTY),
+    "truncation": _or("disabled"),
+    # one answer, without log probabilities
+    "n": _or(1),
+    "top_logprobs": _ZERO,
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), _nothing),
+    # chat's names: here they are input, text.format, reasoning.effort and max_output_tokens
+    **dict.fromkeys(("messages", "response_format", "reasoning_effort"), _nothing),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), _nothing),
+    # what chat has of its own beside OpenAI's fields
+    **dict.fromkeys(("thinking", "continue_final_message"), _nothing),
+    **dict.fromkeys(("include_reasoning", "add_generation_prompt"), _only(True)),
+    "chat_template_kwargs": _EMPTY,
+}
+"""Of ``POST /v1/responses``."""
+HARMLESS_IN_RESPONSES = frozenset({"image", "max_tool_calls"})
+"""They are about images and about tools of the server's own, which are refused by themselves."""
+REFUSED_IN_REASONING: Mapping[str, Harmless] = {"context": _or("auto"), "mode": _or("standard")}
+REFUSED_IN_TEXT: Mapping[str, Harmless] = {"verbosity": REFUSED["verbosity"]}
+
 REFUSED_IN_SAMPLING_PARAMS: Mapping[str, Harmless] = {
     **{name: harmless for name, harmless in REFUSED.items() if name != "min_new_tokens"},
     "structural_tag": _nothing,
@@ -143,11 +167,15 @@ HARMLESS_IN_GENERATE = frozenset(
 )
 
 
-def refuse_unsupported(body: Mapping[str, Any], refused: Mapping[str, Harmless]) -> None:
-    """:raises InvalidRequest: ``body`` has a field of ``refused`` with a value that would change the answer."""
+def refuse_unsupported(body: Mapping[str, Any], refused: Mapping[str, Harmless], prefix: str = "") -> None:
+    """``prefix`` stands before each name.
+
+    :raises InvalidRequest: ``body`` has a field of ``refused`` with a value that would change the answer.
+    """
     for name in sorted(refused.keys() & body.keys()):
         if not refused[name](body[name]):
-            raise InvalidRequest(name, f"{name} is not supported by this server: leave it out.", code="unsupported")
+            message = f"{prefix}{name} is not supported by this server: leave it out."
+            raise InvalidRequest(prefix + name, message, code="unsupported")
 
 
 def ignored_fields(body: Mapping[str, Any], known: Iterable[str], prefix: str = "") -> list[str]:

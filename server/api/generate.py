@@ -9,18 +9,20 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
-from server.api.answers import Answer, Writer, finite, token_key
+from server.api.answers import Answer, Writer, finite, n_logprobs, token_key
 from server.api.chunks import DONE, event, pd_object
+from server.api.errors import failure_body
 from server.api.fields import ignored_header
 from server.api.generate_fields import GenerateRequest
 from server.api.generations import Generations
-from server.api.prompt_logprobs import sglang_arrays
+from server.api.prompt_logprobs import n_entries, sglang_arrays
 from server.api.request_id import request_id
 from server.api.requests import check_request, serve
 from server.api.rules import read_rules
 from server.api.streaming import WHOLE_OR_STREAMED, until_disconnect
 from server.api.tokenizing import PromptReader
-from server.engine.request import Backend, FinishReason, TokenLogprob, TokenOutput
+from server.engine.request import Backend, FinishReason, SamplingParams, TokenLogprob, TokenOutput
+from server.failure import RequestFailed
 
 FREE_NBYTES = 1 << 16
 """Each chunk of a stream repeats all before it. Up to this size, about, one is sent for every output."""
@@ -168,7 +170,7 @@ class GenerateChunks:
         self._nbytes[index] += _nbytes(output)
         is_over = output.finish_reason is not None
         self._n_open -= is_over
-        if not is_over and not self._is_due(index):
+        if not is_over and not self._is_due(index, self._nbytes[index]):
             return []
         self._sent_nbytes[index] = self._nbytes[index]
         spelled = self._writer.choice(index, answer)
@@ -182,8 +184,23 @@ class GenerateChunks:
         """What comes behind the last output."""
         return [DONE]
 
-    def _is_due(self, index: int) -> bool:
-        sent, nbytes = self._sent_nbytes[index], self._nbytes[index]
+    def failed(self, failure: RequestFailed) -> list[bytes]:
+        """An event with the error's body."""
+        return [event(failure_body(failure))]
+
+    def may_be_long(self, sampling: SamplingParams) -> bool:
+        return sampling.logprobs is not None or sampling.prompt_logprobs is not None
+
+    def size(self, index: int, output: TokenOutput) -> int:
+        if output.finish_reason is None and not self._is_due(index, self._nbytes[index] + _nbytes(output)):
+            return 0
+        answer = self._answers[index]
+        return n_entries([answer.prompt_logprobs, output.prompt_logprobs]) + sum(
+            n_logprobs(entries) for entries in (answer.logprobs, output.logprobs)
+        )
+
+    def _is_due(self, index: int, nbytes: int) -> bool:
+        sent = self._sent_nbytes[index]
         return nbytes <= FREE_NBYTES or (nbytes - sent) * REPEATED_PARTS >= nbytes
 
 

@@ -13,7 +13,7 @@ import xxhash
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from server.api.answers import Answer, Writer
+from server.api.answers import Answer, Writer, n_logprobs
 from server.api.chunks import Chunks, StreamChunks, event, pd_object
 from server.api.errors import InvalidRequest, failure_body
 from server.api.generations import Generations
@@ -108,6 +108,8 @@ async def serve(
             pd = pd_object(request_id(), headers)
             spell = partial(_respond, writer, best_answers(answers, body), pd, headers)
             size = n_entries(answer.prompt_logprobs for answer in answers)
+            size += sum(n_logprobs(answer.logprobs) for answer in answers)
+            size += writer.n_repeated
             return spell() if size <= INLINE_ENTRIES else await until_disconnect(request.receive, lane.run(size, spell))
         times: StreamTimes = request.app.state.stream_times
         chunks: StreamChunks = (
@@ -120,7 +122,7 @@ async def serve(
             events = [event for index, output in outputs for event in chunks.events(index, output)]
             return EventStream([*events, *chunks.end()], headers=generations.route_headers)
         await until_disconnect(request.receive, generations.wait(times.head_s))
-        long_lane = None if requests[0].sampling.prompt_logprobs is None else lane
+        long_lane = lane if chunks.may_be_long(requests[0].sampling) else None
         return LiveStream(generations, chunks, times.comment_s, headers=generations.route_headers, lane=long_lane)
     except BaseException as error:
         generations.abort()

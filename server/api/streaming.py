@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.chunks import COMMENT, StreamChunks, event
+from server.api.chunks import COMMENT, StreamChunks
 from server.api.direct_body import DirectBody, direct_body
-from server.api.errors import ClientDisconnected, failure_body, internal_error
+from server.api.errors import ClientDisconnected, internal_error
 from server.api.generations import Generations
 from server.api.lanes import Lane
-from server.api.prompt_logprobs import INLINE_ENTRIES, n_entries
+from server.api.prompt_logprobs import INLINE_ENTRIES
 from server.failure import RequestFailed
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,8 @@ class LiveStream(EventStream):
     without ``[DONE]``. However it ends, the generations are aborted then; that the client has gone away is noticed
     between chunks too.
 
-    With ``lane`` a first chunk may be long, because it has the log probabilities of the prompt: it is spelled there.
+    With ``lane`` a chunk may be long, because it has the log probabilities of the prompt or of the whole answer so far:
+    it is spelled there.
     """
 
     def __init__(
@@ -137,13 +138,17 @@ class LiveStream(EventStream):
             else:
                 await self._send_each(send, self._spelled)
         except RequestFailed as failure:
-            await _send(send, event(failure_body(failure)))
+            await self._send_failure(send, failure)
         except Exception as error:
             logger.exception("a stream failed")
-            await _send(send, event(failure_body(internal_error(error))))
+            await self._send_failure(send, internal_error(error))
         else:
             for each in self._chunks.end():
                 await _send(send, each)
+
+    async def _send_failure(self, send: Send, failure: RequestFailed) -> None:
+        for each in self._chunks.failed(failure):
+            await _send(send, each)
 
     async def _write_directly(self, body: DirectBody) -> None:
         """The outputs are written in the call that brings them; this task waits for the end, and comments on silence.
@@ -181,7 +186,7 @@ class LiveStream(EventStream):
         item = self._generations.take()
         if item is None:
             return []
-        size = n_entries([item[1].prompt_logprobs])
+        size = self._chunks.size(*item)
         spell = partial(self._chunks.events, *item)
         events = spell() if size <= INLINE_ENTRIES else await lane.run(size, spell)
         self._spoke_at = time.monotonic()

@@ -10,6 +10,7 @@ from typing import Any
 from server.chat.dsml import CALLS, END_CALLS, END_INVOKE, END_PARAMETER, INVOKE, PARAMETER
 from server.chat.hermes import BEGIN, END
 from server.chat.reasoning_grammar import escaped
+from server.engine.grammar import MAX_GRAMMAR_CHARS
 from server.failure import Failure, RequestFailed
 
 _SPACING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -26,21 +27,25 @@ _TEXT = r"([^<]|<[^｜\/]|<\/[^｜])*"
 
 
 def dsml_grammar(tools: Sequence[Mapping[str, Any]], is_parallel: bool, reasoning: str | None) -> str:
-    """One call of one of ``tools``, or more if ``is_parallel``, as DSML.
-    ``reasoning`` is the rule for the reasoning before it, of :func:`.reasoning_rule`; None: there is none.
+    """One call of one of ``tools``, or more if ``is_parallel``, as DSML. ``reasoning`` is the rule for the reasoning
+    before it, of :func:`.reasoning_rule`; None: there is none.
 
     Parameters come in the order of their schema, those that are not required or are left out. A text without conditions
     is written as it is, any other value as JSON.
 
-    :raises RequestFailed: 400 ``unsupported``: a tool's parameters are no plain object.
+    :raises RequestFailed: 400 ``unsupported``: a tool's parameters are no plain object, or too many.
     """
     rules = _begin(is_parallel, reasoning, _literal(f"\n\n{CALLS}\n"), _literal(END_CALLS), len(tools))
+    n_chars = 0
     for i, tool in enumerate(tools):
         name, schema = _function(tool)
         parts = [_literal(f'{INVOKE} name="{name}">\n')]
         for k, (key, value, is_required) in enumerate(_properties(name, schema)):
             parts.append(f"p{i}_{k}" + ("" if is_required else "?"))
             rules.append(f"p{i}_{k}: {_parameter(key, value)}")
+            n_chars += len(rules[-1])  # a definition counts as often as it is referred to
+            if n_chars > MAX_GRAMMAR_CHARS:
+                raise _not_forced(name, f"its grammar has more than {MAX_GRAMMAR_CHARS} characters")
         rules.append(f"call{i}: {' '.join(parts)} {_literal(END_INVOKE + chr(10))}")
     return "\n".join(rules)
 
@@ -75,8 +80,7 @@ def _properties(name: str, schema: Mapping[str, Any]) -> list[tuple[str, dict[st
     is_plain = schema.get("type", "object") == "object" and isinstance(properties, dict) and isinstance(required, list)
     if unknown or not is_plain or any(not re.fullmatch(r'[^"<>\n]+', key) for key in properties):
         what = f"they have {unknown[0][:60]!r}" if unknown else "they are no object with names that can be written"
-        reason = f"tool_choice: a call of {name} cannot be forced by the schema of its parameters: {what}."
-        raise RequestFailed(Failure("unsupported", reason), param="tool_choice")
+        raise _not_forced(name, what)
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     names = dict.fromkeys([*properties, *(key for key in required if isinstance(key, str))])
     found = []
@@ -87,11 +91,17 @@ def _properties(name: str, schema: Mapping[str, Any]) -> list[tuple[str, dict[st
     return found
 
 
+def _not_forced(name: str, why: str) -> RequestFailed:
+    reason = f"tool_choice: a call of {name} cannot be forced by the schema of its parameters: {why}."
+    return RequestFailed(Failure("unsupported", reason), param="tool_choice")
+
+
 def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """``schema``, or what it refers to among its own definitions."""
     parts = str(schema.get("$ref", "")).split("/")
     if len(parts) == 3 and parts[0] == "#" and parts[1] in ("$defs", "definitions"):
-        target = (schema.get(parts[1]) or {}).get(parts[2])
+        definitions = schema.get(parts[1])
+        target = definitions.get(parts[2]) if isinstance(definitions, dict) else None
         if isinstance(target, dict):
             return {**target, parts[1]: schema[parts[1]]}
     return schema

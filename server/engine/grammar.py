@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 MAX_GRAMMAR_CHARS = 1 << 16
 """The longest text of a grammar: what reading it costs follows its length."""
@@ -16,6 +17,10 @@ MAX_EBNF_CHARS = 1 << 14
 JSON_WHITESPACE = r"(\n {0,16}| )?"
 """Between the parts of a JSON text there is at most a space, or a line break and an indent: a model that does not know
 how to go on would otherwise write white space without end.
+"""
+_LARK = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|start\s*:)")
+"""What tells Lark from GBNF, as ``llguidance`` has it. Its own expression costs the square of a run of empty lines,
+with the interpreter's lock: over a second for the longest text.
 """
 GrammarKind = Literal["json_schema", "regex", "lark"]
 
@@ -45,6 +50,6 @@ class Grammar:
         if len(text) > MAX_EBNF_CHARS:
             raise ValueError(f"the grammar has {len(text)} characters: at most {MAX_EBNF_CHARS} are allowed")
         try:
-            return cls("lark", any_to_lark(text))
+            return cls("lark", text if _LARK.search(text) is not None else gbnf_to_lark(text))
         except Exception as error:
             raise ValueError(f"not a grammar in GBNF: {error}") from error

@@ -19,8 +19,13 @@ from tests.support.byte_bpe import write_tokenizer_dir
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 HELLO = [{"role": "user", "content": "How many?"}]
-MINIMAL: dict[str, dict[str, Any]] = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": HELLO}}
+MINIMAL: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "x"},
+    CHAT: {"messages": HELLO},
+    RESPONSES: {"input": "x"},
+}
 """The least that each route takes."""
 RESERVED = ("self", "messages", "conversation", "chat_template", "tokenize")
 """Names that the call that renders a chat template takes itself."""

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.api.schemas import ChatCompletionRequest, CompletionRequest
-from tests.api.harness import CHAT, COMPLETIONS, RESERVED, post
+from server.api.responses_fields import ResponsesRequest
+from server.api.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
+from tests.api.harness import CHAT, COMPLETIONS, RESERVED, RESPONSES, post
 
 TEXT = st.text(st.characters(categories=None) | st.sampled_from("\ud800\udfff\x00\ufffd\u2028<>{}%"), max_size=6)
 NUMBERS = st.integers() | st.integers(-3, 300) | st.floats() | st.sampled_from([2**63, -(2**63) - 1, 10**400])
@@ -30,10 +31,20 @@ PART = st.fixed_dictionaries({"type": st.just("text"), "text": TEXT})
 ODD = {"name": VALUE, "reasoning": VALUE, "tool_calls": VALUE}
 MESSAGE = st.fixed_dictionaries({"role": ROLE, "content": TEXT | st.lists(PART, max_size=3)}, optional=ODD)
 ODD_MESSAGE = st.fixed_dictionaries({"role": ROLE | VALUE, "content": st.lists(PART | VALUE) | VALUE}, optional=ODD)
+INPUT_PART = st.fixed_dictionaries({"type": st.sampled_from(["input_text", "output_text"]), "text": TEXT})
+REASONING = st.fixed_dictionaries({"type": st.just("reasoning_text"), "text": TEXT})
+ITEM = st.one_of(
+    st.fixed_dictionaries({"role": ROLE, "content": TEXT | st.lists(INPUT_PART, max_size=3)}),
+    st.fixed_dictionaries({"type": st.just("function_call"), "call_id": TEXT, "name": TEXT, "arguments": TEXT}),
+    st.fixed_dictionaries({"type": st.just("function_call_output"), "call_id": TEXT, "output": TEXT | VALUE}),
+    st.fixed_dictionaries({"type": st.just("reasoning"), "content": st.lists(REASONING, max_size=2) | VALUE}),
+    st.fixed_dictionaries({"type": TEXT | VALUE}),
+)
 IDS = st.lists(st.integers(0, 399), min_size=1, max_size=5)
 GOOD: dict[str, st.SearchStrategy[Any]] = {
     "prompt": TEXT | IDS | st.lists(TEXT, min_size=1, max_size=4) | st.lists(IDS, min_size=1, max_size=4),
     "messages": st.lists(MESSAGE, min_size=1, max_size=3),
+    "input": TEXT | st.lists(ITEM, min_size=1, max_size=4),
 }
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "prompt": st.lists(st.integers(-1, 401) | VALUE, max_size=5)
@@ -41,11 +52,14 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     | VALUE,
     "messages": st.lists(MESSAGE | ODD_MESSAGE, max_size=3) | VALUE,
     "chat_template_kwargs": KWARGS,
+    "input": st.lists(ITEM | VALUE, max_size=3) | VALUE,
+    "text": st.fixed_dictionaries({"format": VALUE}) | VALUE,
+    "reasoning": st.dictionaries(st.sampled_from(["effort", "summary", "mode"]), VALUE) | VALUE,
 }
 
 
-def bodies(model: type[CompletionRequest] | type[ChatCompletionRequest], required: str) -> st.SearchStrategy[Any]:
-    names = sorted({*model.model_fields, *model.refused})
+def bodies(model: type[GenerationFields], required: str) -> st.SearchStrategy[Any]:
+    names = sorted({*(field.alias or name for name, field in model.model_fields.items()), *model.refused})
     optional = {name: st.none() | FIELDS.get(name, VALUE) for name in names if name != required}
     chosen = st.lists(st.sampled_from(sorted(optional)), max_size=2, unique=True)
     some = chosen.flatmap(lambda few: st.fixed_dictionaries({name: optional[name] for name in few}))
@@ -57,8 +71,12 @@ def bodies(model: type[CompletionRequest] | type[ChatCompletionRequest], require
 
 @pytest.mark.parametrize(
     ("path", "strategy"),
-    [(COMPLETIONS, bodies(CompletionRequest, "prompt")), (CHAT, bodies(ChatCompletionRequest, "messages"))],
-    ids=["completions", "chat"],
+    [
+        (COMPLETIONS, bodies(CompletionRequest, "prompt")),
+        (CHAT, bodies(ChatCompletionRequest, "messages")),
+        (RESPONSES, bodies(ResponsesRequest, "input")),
+    ],
+    ids=["completions", "chat", "responses"],
 )
 async def test_no_body_is_a_fault_of_the_server(
     client: httpx.AsyncClient, path: str, strategy: st.SearchStrategy[Any]

@@ -7,40 +7,66 @@ from typing import Any
 import httpx
 import openai.types.chat.completion_create_params as openai_chat
 import openai.types.completion_create_params as openai_completions
+import openai.types.responses.response_create_params as openai_responses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.api.fields import HARMLESS, IGNORED_HEADER, MAX_IGNORED_CHARS, ignored_fields, ignored_header
+from server.api.fields import (
+    HARMLESS,
+    HARMLESS_IN_RESPONSES,
+    IGNORED_HEADER,
+    MAX_IGNORED_CHARS,
+    ignored_fields,
+    ignored_header,
+)
+from server.api.responses_fields import ResponsesRequest
 from server.api.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from tests.api.fakes import FakeBackend
-from tests.api.harness import CHAT, COMPLETIONS, HELLO, MINIMAL, chat, complete, error_of, post
+from tests.api.harness import CHAT, COMPLETIONS, HELLO, MINIMAL, RESPONSES, chat, complete, error_of, post
 
 ROUTES = [
     (COMPLETIONS, MINIMAL[COMPLETIONS], CompletionRequest),
     (CHAT, MINIMAL[CHAT], ChatCompletionRequest),
+    (RESPONSES, MINIMAL[RESPONSES], ResponsesRequest),
 ]
 
 
 def openai_fields(module: Any) -> set[str]:
-    kinds = (module.CompletionCreateParamsNonStreaming, module.CompletionCreateParamsStreaming)
+    name = "Response" if module is openai_responses else "Completion"
+    kinds = [getattr(module, f"{name}CreateParams{kind}") for kind in ("NonStreaming", "Streaming")]
     return {name for kind in kinds for base in (kind, *kind.__orig_bases__) for name in base.__annotations__}
 
 
 @pytest.mark.parametrize(
-    ("module", "schema"), [(openai_completions, CompletionRequest), (openai_chat, ChatCompletionRequest)]
+    ("module", "schema"),
+    [
+        (openai_completions, CompletionRequest),
+        (openai_chat, ChatCompletionRequest),
+        (openai_responses, ResponsesRequest),
+    ],
 )
 def test_every_field_of_the_openai_package_is_accounted_for(module: Any, schema: type[GenerationFields]) -> None:
     fields = openai_fields(module)
-    assert {"model", "stream", "seed", "user"} <= fields  # the package is read rightly
-    assert fields - schema.model_fields.keys() - schema.refused.keys() - HARMLESS == set()
+    assert {"model", "stream", "temperature", "user"} <= fields  # the package is read rightly
+    honoured = {field.alias or name for name, field in schema.model_fields.items()}
+    harmless = HARMLESS | HARMLESS_IN_RESPONSES if schema is ResponsesRequest else HARMLESS
+    assert fields - honoured - schema.refused.keys() - harmless == set()
 
 
 ONLY_IN_CHAT = {"parallel_tool_calls", "separate_reasoning", "stream_reasoning"}
 """Honoured there; a completion has neither calls nor reasoning that they could be about."""
 
 
+CHATS = {"max_tokens", "max_completion_tokens", "response_format", "n", "prompt_logprobs"}
+"""A response has other names for them, or cannot have them: they are refused there."""
+
+
 def test_no_field_has_two_fates() -> None:
+    honoured = set(ResponsesRequest.model_fields)
+    assert honoured & ResponsesRequest.refused.keys() == CHATS
+    assert honoured & HARMLESS == {"user", "parallel_tool_calls", "metadata", "store"}
+    assert not (HARMLESS | HARMLESS_IN_RESPONSES) & ResponsesRequest.refused.keys()
     for schema in (CompletionRequest, ChatCompletionRequest):
         honoured = set(schema.model_fields) - {"user", "best_of"}  # their types and values are checked all the same
         assert not honoured & schema.refused.keys()
@@ -75,7 +101,7 @@ async def test_every_field_that_is_not_built_is_refused_by_name(
     client: httpx.AsyncClient, backend: FakeBackend, path: str, required: Any, schema: type[GenerationFields]
 ) -> None:
     for name in schema.refused:
-        value = WOULD_CHANGE_THE_ANSWER.get(name, path == CHAT if name == "add_special_tokens" else ["a"])
+        value = WOULD_CHANGE_THE_ANSWER.get(name, path != COMPLETIONS if name == "add_special_tokens" else ["a"])
         error = error_of(await client.post(path, json={**required, name: value}), 400)
         assert (error["param"], error["code"]) == (name, "unsupported")
         assert name in error["message"]
@@ -123,9 +149,12 @@ DEFAULTS: dict[str, Any] = {
 async def test_defaults_that_clients_spell_out_change_nothing(
     client: httpx.AsyncClient, path: str, required: Any, schema: type[GenerationFields]
 ) -> None:
-    own = {"add_special_tokens": True}
+    own: dict[str, Any] = {"add_special_tokens": True}
     if path == CHAT:
         own = {"add_special_tokens": False, "echo": False, "logprobs": False, "continue_final_message": False}
+    if path == RESPONSES:
+        own = {"add_special_tokens": False, "echo": False, "top_logprobs": 0, "truncation": "disabled"}
+        own["response_format"] = None
     answer = await client.post(path, json={**required, **DEFAULTS, **own})
     assert answer.status_code == 200, answer.text
     assert IGNORED_HEADER not in answer.headers

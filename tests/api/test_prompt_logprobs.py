@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from fastapi import FastAPI
 
 from server.api import prompt_logprobs
+from server.api.answers import finite
 from server.api.lanes import Lane
 from server.api.prompt_logprobs import sglang_arrays, token_offsets
 from server.engine.prompt_logprobs import PromptLogprobs
@@ -180,6 +182,54 @@ async def test_many_are_spelled_in_a_thread_of_their_own(
         assert (await complete(client, **body)).status_code == 200
         assert len(names) == 1
         assert names[0].startswith(lane.name) == is_long
+
+
+LONG_TEXT = {"max_tokens": 30, "n": 2, "logprobs": 3}
+LONG_CHAT = {
+    "messages": [{"role": "user", "content": "a"}],
+    "max_tokens": 30,
+    "n": 2,
+    "logprobs": True,
+    "top_logprobs": 3,
+}
+LONG_GENERATE = {"text": "a", "sampling_params": {"max_new_tokens": 30}, "return_logprob": True, "top_logprobs_num": 3}
+
+
+@pytest.mark.parametrize(
+    ("path", "module", "body"),
+    [
+        ("/v1/completions", "completions", {"prompt": "a", **LONG_TEXT}),
+        ("/v1/chat/completions", "chat_writer", LONG_CHAT),
+        ("/generate", "generate", LONG_GENERATE),
+        ("/generate", "generate", {**LONG_GENERATE, "stream": True}),
+    ],
+)
+async def test_many_of_an_answer_are_spelled_in_a_thread_too(
+    client: httpx.AsyncClient,
+    app: FastAPI,
+    backend: FakeBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    module: str,
+    body: dict[str, Any],
+) -> None:
+    """All of them at once, at the end of an answer, or again and again in a stream that repeats them."""
+    backend.script.answer_ids = [10 + i for i in range(30)]
+    monkeypatch.setattr("server.api.requests.INLINE_ENTRIES", 20)
+    monkeypatch.setattr("server.api.streaming.INLINE_ENTRIES", 20)
+    names: Counter[str] = Counter()
+
+    def noted(logprob: float) -> float:
+        names[threading.current_thread().name] += 1
+        return finite(logprob)
+
+    monkeypatch.setattr(f"server.api.{module}.finite", noted)
+    answer = await client.post(path, json=body)
+    assert answer.status_code == 200
+    lane: Lane = app.state.answers_lane
+    n_inline = sum(n for name, n in names.items() if not name.startswith(lane.name))
+    assert sum(names.values()) >= 120
+    assert n_inline <= (60 if body.get("stream") else 0)  # its first chunks are short
 
 
 async def test_a_prefill_node_leaves_them_to_the_decode_node(tokenizer: Tokenizer) -> None:

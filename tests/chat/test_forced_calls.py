@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,7 @@ def test_hermes(library: LLTokenizer, tokenizer: Tokenizer) -> None:
         {"type": "object", "properties": ["x"]},
         {"$ref": "elsewhere"},
         {"type": "object", "minProperties": 1},
+        {"properties": {f"p{i}": {"$ref": "#/$defs/P"} for i in range(99)}, "$defs": {"P": {"enum": ["x" * 1000]}}},
     ],
 )
 def test_parameters_that_dsml_cannot_force_are_refused(schema: dict[str, Any]) -> None:
@@ -151,3 +153,22 @@ def test_what_an_answer_must_look_like_holds_behind_its_reasoning(
         assert follows(library, tokenizer, text, begin + good)
         assert not follows(library, tokenizer, text, begin + bad)
         assert not follows(library, tokenizer, text, good)
+
+
+@pytest.mark.parametrize("definitions", [5, "text", ["P"], None])
+def test_a_reference_to_definitions_that_are_none_is_refused(definitions: Any) -> None:
+    schema = {"$ref": "#/$defs/P", "$defs": definitions}
+    with pytest.raises(RequestFailed, match=r"cannot be forced by the schema of its parameters: they have '\$ref'"):
+        dsml_grammar([tool("f", schema)], is_parallel=False, reasoning=None)
+
+
+def test_definitions_that_many_parameters_share_do_not_multiply() -> None:
+    shared = {"P": {"type": "string", "description": "x" * 10_000}}
+    schema = {"properties": {f"p{i}": {"$ref": "#/$defs/P"} for i in range(1000)}, "$defs": shared}
+    tracemalloc.start()
+    with pytest.raises(RequestFailed, match="more than 65536 characters") as refused:
+        dsml_grammar([tool("f", schema)], is_parallel=False, reasoning=None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (refused.value.code, refused.value.param) == ("unsupported", "tool_choice")
+    assert peak < 2_000_000

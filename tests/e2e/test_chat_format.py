@@ -40,8 +40,8 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 0},
     "thinking": {"reasoning_effort": "low", "temperature": 1.0},
     "auto": {"tools": TOOLS, "temperature": 1.0, "n": 2},
-    "required": {"tools": TOOLS, "tool_choice": "required", "temperature": 1.0, "n": 3},
-    "named": {"tools": TOOLS, "tool_choice": NAMED, "logprobs": True},
+    "required": {"tools": TOOLS, "tool_choice": "required", "temperature": 1.0, "n": 3, "max_tokens": 160},
+    "named": {"tools": TOOLS, "tool_choice": NAMED, "logprobs": True, "max_tokens": 160},
     "named, thinking": {"tools": TOOLS, "tool_choice": NAMED, "reasoning_effort": "max", "max_tokens": 60},
     "object": {"response_format": {"type": "json_object"}, "reasoning_effort": "low", "temperature": 0},
 }

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
+from llguidance.gbnf_to_lark import is_lark_syntax
 
-from server.engine.grammar import MAX_EBNF_CHARS, MAX_GRAMMAR_CHARS, Grammar
+from server.engine.grammar import _LARK, MAX_EBNF_CHARS, MAX_GRAMMAR_CHARS, Grammar
 from server.engine.grammar_compiler import MAX_KEPT, GrammarCompiler
 from server.engine.guide import GrammarFailed, Guide
 from server.engine.tokenizer import Tokenizer
@@ -173,3 +175,24 @@ def test_a_tokenizer_that_the_library_does_not_know_is_refused() -> None:
         with pytest.raises(RequestFailed, match="not supported") as failure:
             GrammarCompiler(settings, ends).compile(Grammar("regex", "a"))
         assert failure.value.code == "unsupported"
+
+
+def test_lark_is_told_from_gbnf_as_the_library_does() -> None:
+    parts = ["start", ":", " ", "\n", "\t", "\r", "%llguidance", "root ::= ", "x", "\n\n"]
+    rng = random.Random(3)
+    texts = ["".join(rng.choices(parts, k=rng.randrange(8))) for _ in range(3000)]
+    found = [_LARK.search(text) is not None for text in texts]
+    assert found == [is_lark_syntax(text) for text in texts]
+    assert 100 < sum(found) < 2900
+
+
+def test_empty_lines_cost_as_much_as_other_text() -> None:
+    def cost(n: int) -> float:
+        text, found = 'root ::= "a"' + "\n" * n, []
+        for _ in range(3):
+            began = time.thread_time()
+            Grammar.ebnf(text)
+            found.append(time.thread_time() - began)
+        return min(found)
+
+    assert cost(MAX_EBNF_CHARS - 12) < 60 * cost(MAX_EBNF_CHARS // 16)  # 256 times, if it were the square

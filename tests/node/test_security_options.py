@@ -11,7 +11,7 @@ from server.decode import launch as decode_launch
 from server.prefill import launch as prefill_launch
 
 SECRET = "0123456789abcdef" * 4
-P: tuple[Callable[[list[str]], int], list[str]] = (prefill_launch.main, [])
+P: tuple[Callable[[list[str]], int], list[str]] = (prefill_launch.main, ["--bootstrap-port", "0"])
 D: tuple[Callable[[list[str]], int], list[str]] = (decode_launch.main, ["--prefill", "127.0.0.1:1"])
 
 
