@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -10,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from server.api import create_app
 from server.api.streaming import StreamTimes
 from server.engine.tokenizer import Tokenizer
+from tests.api.deepseek import deepseek_backend
 from tests.api.fakes import FakeBackend
 from tests.support.byte_bpe import write_tokenizer_dir
 from tests.support.http import http_server_thread
@@ -23,6 +25,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture
 def backend(tokenizer: Tokenizer) -> FakeBackend:
     return FakeBackend(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deepseek")
+
+
+@pytest.fixture
+def deepseek(directory: Path) -> FakeBackend:
+    """For tests that serve it, a file's ``backend`` is this one."""
+    return deepseek_backend(directory)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from server.api.chat_fields import MAX_TOOL_CHARS, MAX_TOOL_DEPTH, MAX_TOOLS
 from server.api.fields import IGNORED_HEADER
 from server.chat.deepseek_v4 import ASSISTANT, END_THINK, THINK
 from server.engine.request import SamplingParams
-from tests.api.deepseek import CALCULATOR, deepseek_backend
+from tests.api.deepseek import CALCULATOR
 from tests.api.fakes import FakeBackend
 from tests.api.harness import CHAT, HELLO, backend_of, chat, client_of, error_of, events
 from tests.chat.parsing import Answer
@@ -25,14 +25,9 @@ TOOLS = [CALCULATOR, {"type": "function", "function": {"name": "get_weather"}}]
 THINKING = {"chat_template_kwargs": {"thinking": True}}
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("deepseek")
-
-
 @pytest.fixture
-def backend(directory: Path) -> FakeBackend:
-    return deepseek_backend(directory)
+def backend(deepseek: FakeBackend) -> FakeBackend:
+    return deepseek
 
 
 @pytest.fixture

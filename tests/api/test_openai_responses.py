@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseInputParam
-from prometheus_client import CollectorRegistry
 
-from server.api import create_app
 from server.failure import Failure, RequestFailed
-from tests.api.deepseek import deepseek_backend
 from tests.api.fakes import FakeBackend
 from tests.api.harness import until
 from tests.api.test_openai_tools import Calculator, Result
 from tests.chat.recorded import ANSWERS, SUM, SUM_CALL, WEATHER, WEATHER_CALL, calls
-from tests.support.http import http_server_thread
 
 QUESTION = "What is 3 + 4?"
 THINKING: Any = {"effort": "low"}
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("deepseek")
+@pytest.fixture
+def backend(deepseek: FakeBackend) -> FakeBackend:
+    return deepseek
 
 
 @pytest.fixture
-def backend(directory: Path) -> FakeBackend:
-    return deepseek_backend(directory)
-
-
-@pytest.fixture
-def client(backend: FakeBackend) -> Iterator[openai.OpenAI]:
-    registry = CollectorRegistry()
-    with http_server_thread(create_app(backend, registry), registry) as url:
-        yield openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
+def client(server_url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server_url}/v1", api_key="unused", max_retries=0)
 
 
 def tool() -> Any:

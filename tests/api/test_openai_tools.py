@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
-from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
-from server.api import create_app
-from tests.api.deepseek import deepseek_backend
 from tests.api.fakes import FakeBackend
 from tests.chat.recorded import ANSWERS, SUM, calls
-from tests.support.http import http_server_thread
 
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 3 + 4?"}]
 
@@ -34,21 +28,14 @@ class Result(BaseModel):
     value: int
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("deepseek")
+@pytest.fixture
+def backend(deepseek: FakeBackend) -> FakeBackend:
+    return deepseek
 
 
 @pytest.fixture
-def backend(directory: Path) -> FakeBackend:
-    return deepseek_backend(directory)
-
-
-@pytest.fixture
-def client(backend: FakeBackend) -> Iterator[openai.OpenAI]:
-    registry = CollectorRegistry()
-    with http_server_thread(create_app(backend, registry), registry) as url:
-        yield openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
+def client(server_url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server_url}/v1", api_key="unused", max_retries=0)
 
 
 def tool() -> Any:

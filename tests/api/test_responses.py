@@ -22,16 +22,6 @@ from tests.api.harness import RESPONSES, client_of, error_of, post
 TOOL = {"type": "function", **CALCULATOR["function"]}
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("deepseek")
-
-
-@pytest.fixture
-def deepseek(directory: Path) -> FakeBackend:
-    return deepseek_backend(directory)
-
-
 @pytest.fixture
 async def asks(deepseek: FakeBackend) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(deepseek) as client:
