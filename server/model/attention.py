@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from server.model.batch import ENTRY_BLOCK, Batch, CompressedView, EntryTable
-from server.model.batch_invariant import bmm
+from server.model.batch_invariant import bmm, unit_rms
 from server.model.compressor import Compressor, Indexer
 from server.model.config import CSA, HCA, SLIDING, ModelConfig
-from server.model.layers import Linear, RMSNorm, grouped_matmul_rows, pad_rows, unit_rms
+from server.model.layers import Linear, RMSNorm, grouped_matmul_rows, pad_rows
 from server.model.pools import Pools
 from server.model.rope import Rotation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from server.model.batch_invariant import sigmoid
+from server.model.batch_invariant import sigmoid, unit_rms
 
 ROW_TILE = 16
 """Rows of one GEMM in deterministic mode: a row's result then depends on nothing else in the batch."""
@@ -63,16 +63,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (_unit_rms(x.float(), self.eps) * self.weight).to(x.dtype)
-
-
-def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x / sqrt(mean(x^2) + eps)`` over the last axis, computed in fp32 and cast back."""
-    return _unit_rms(x.float(), eps).to(x.dtype)
-
-
-def _unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    return x * (x * x).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        return (unit_rms(x.float(), self.eps) * self.weight).to(x.dtype)
 
 
 class HyperConnection(nn.Module):
