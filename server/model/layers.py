@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from server.model.batch_invariant import sigmoid, unit_rms
+from server.model.numerics import NumericsLayer
 
 ROW_TILE = 16
 """Rows of one GEMM in deterministic mode: a row's result then depends on nothing else in the batch."""
@@ -42,8 +43,11 @@ def pad_rows(x: torch.Tensor, row_tile: int) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 
 
-class Linear(nn.Module):
+class Linear(NumericsLayer):
     """A bias-free linear map ``[rows, in] -> [rows, out]``, key ``<name>.weight``."""
+
+    quantized = ""
+    """How the checkpoint stores the weight: ``fp8``, ``fp4``, or as it is."""
 
     def __init__(self, n_in: int, n_out: int, row_tile: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -51,7 +55,7 @@ class Linear(nn.Module):
         self.row_tile = row_tile
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return matmul_rows(x, self.weight, self.row_tile)
+        return matmul_rows(self.numerics.linear_input(x, self.quantized), self.weight, self.row_tile)
 
 
 class RMSNorm(nn.Module):
