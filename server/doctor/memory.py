@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from server.cache.layout import ArenaLayout
-from server.cache.specs import ITEMSIZE, CacheGeometry
+from server.cache.row_formats import ITEMSIZE
+from server.cache.specs import CacheGeometry
 from server.doctor.findings import Finding, error, ok, warning
 from server.doctor.plan import NodePlan
 from server.model.config import load_config
