@@ -26,12 +26,12 @@ _BF16_NBYTES, _FP32_NBYTES = 2, 4
 
 
 def kv_block(width: int) -> int:
-    """Channels of a KV row that share a scale: 64, or the largest power of two below it that divides ``width``."""
+    """Channels of a KV row (without the rotated ones) that share a scale: 64, or what divides a smaller ``width``."""
     return gcd(width, 64)
 
 
 def index_block(width: int) -> int:
-    """Channels of an MXFP4 key that share a scale: 32, or the largest power of two below it that divides ``width``."""
+    """Channels of an index key that share a scale: 32, or what divides a smaller ``width``."""
     return gcd(width, 32)
 
 
