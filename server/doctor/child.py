@@ -29,6 +29,8 @@ def compute(plan: NodePlan) -> Iterator[Finding]:
         "model": str(options.model),
         "device": options.device,
         "kernels": options.kernels,
+        "kv_dtype": options.kv_dtype,
+        "index_dtype": options.index_dtype,
         "draft": plan.draft,
         "chat": [options.chat_format, options.tool_parser, options.reasoning_parser],
         "device_nbytes": _on_device(plan),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from server.cache.row_formats import MODEL, chosen_index_dtype
 from server.kernels import abi
 from server.kernels.build import source_digest
 from server.kernels.errors import KernelsUnavailable
@@ -47,15 +48,22 @@ class Kernels:
         return model if self.library is None else PackedModel(model, self.library)
 
 
-def choose_kernels(wanted: str, device: str) -> Kernels:
-    """The kernels for ``wanted`` (one of :data:`CHOICES`) on ``device``.
+def choose_kernels(wanted: str, device: str, *, kv_dtype: str = MODEL, index_dtype: str = MODEL) -> Kernels:
+    """The kernels for ``wanted`` (one of :data:`CHOICES`) on ``device``, over rows that are stored as the options
+    ``--kv-dtype`` and ``--index-dtype`` say.
 
     Raises :class:`KernelsUnavailable` if they are demanded and cannot be had.
     """
     if wanted == PYTHON:
         return _python("--kernels python")
+    reason, index_dtype = "", chosen_index_dtype(kv_dtype, index_dtype)
     if device != "cpu":
         reason = f"the kernels compute on the CPU, not with --device {device}"
+    elif kv_dtype != MODEL:
+        reason = f"the kernels do not compute --kv-dtype {kv_dtype}"
+    elif index_dtype != MODEL:
+        reason = f"the kernels do not compute --index-dtype {index_dtype}"
+    if reason:
         if wanted == CPU:
             raise KernelsUnavailable(f"--kernels cpu: {reason}")
         return _python(reason)
