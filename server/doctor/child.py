@@ -29,6 +29,7 @@ def compute(plan: NodePlan) -> Iterator[Finding]:
         "model": str(options.model),
         "device": options.device,
         "kernels": options.kernels,
+        "numerics": options.numerics,
         "kv_dtype": options.kv_dtype,
         "index_dtype": options.index_dtype,
         "draft": plan.draft,

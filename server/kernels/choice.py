@@ -15,6 +15,7 @@ from server.kernels.model import PackedModel
 from server.kernels.sampling import SampleKernel
 from server.model.interface import LoadedModel
 from server.model.network import DeepseekV4
+from server.model.numerics import PLAIN
 
 AUTO, CPU, PYTHON = "auto", "cpu", "python"
 CHOICES = (AUTO, CPU, PYTHON)
@@ -48,9 +49,11 @@ class Kernels:
         return model if self.library is None else PackedModel(model, self.library)
 
 
-def choose_kernels(wanted: str, device: str, *, kv_dtype: str = MODEL, index_dtype: str = MODEL) -> Kernels:
-    """The kernels for ``wanted`` (one of :data:`CHOICES`) on ``device``, over rows that are stored as the options
-    ``--kv-dtype`` and ``--index-dtype`` say.
+def choose_kernels(
+    wanted: str, device: str, numerics: str = PLAIN.name, *, kv_dtype: str = MODEL, index_dtype: str = MODEL
+) -> Kernels:
+    """The kernels for ``wanted`` (one of :data:`CHOICES`) on ``device``, computing as ``--numerics`` of that name over
+    rows that are stored as ``--kv-dtype`` and ``--index-dtype`` say.
 
     Raises :class:`KernelsUnavailable` if they are demanded and cannot be had.
     """
@@ -59,10 +62,12 @@ def choose_kernels(wanted: str, device: str, *, kv_dtype: str = MODEL, index_dty
     reason, index_dtype = "", chosen_index_dtype(kv_dtype, index_dtype)
     if device != "cpu":
         reason = f"the kernels compute on the CPU, not with --device {device}"
+    elif numerics != PLAIN.name:
+        reason = f"the kernels compute --numerics {PLAIN.name}, not {numerics}"
     elif kv_dtype != MODEL:
-        reason = f"the kernels do not compute --kv-dtype {kv_dtype}"
+        reason = f"the kernels compute --kv-dtype {MODEL}, not {kv_dtype}"
     elif index_dtype != MODEL:
-        reason = f"the kernels do not compute --index-dtype {index_dtype}"
+        reason = f"the kernels compute --index-dtype {MODEL}, not {index_dtype}"
     if reason:
         if wanted == CPU:
             raise KernelsUnavailable(f"--kernels cpu: {reason}")
