@@ -21,8 +21,9 @@ from server.engine.request import FinishReason, GenerationRequest, RouteInfo, To
 from server.engine.stopping import OutputProcessor
 from server.failure import Failure, RequestFailed, internal_error
 from server.prefill.decode_peer import DecodePeer
+from server.prefill.events import PrefillEvent
 from server.prefill.request import PrefillRequest
-from server.prefill.room import PrefillEvent, PrefillPhase, failed_message
+from server.prefill.room import PrefillPhase, failed_message
 from server.telemetry.record import PhaseName
 from server.telemetry.rooms import RoomRecords
 from server.transfer.protocol import RequestArrived, RoutedRequest, Waiting, Writes, ids_of
