@@ -47,7 +47,7 @@ def note_phase(records: RoomRecords, req: PrefillRequest, now: float) -> None:
         records.end(record, room.failure.code, now, room.failure)
     elif room.done is not None:
         record.moved(room.done)
-        record.n_generated = record.n_steps = int(req.first is not None)
+        record.n_generated = record.n_steps = int(req.first is not None and req.request.sampling.max_tokens > 0)
         records.end(record, "committed", now)
 
 

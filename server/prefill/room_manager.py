@@ -238,11 +238,9 @@ class PrefillRoomManager:
         room = PrefillRoom(reserve, n_tokens, self._deadlines, now)
         req = self.reqs[key] = PrefillRequest(room, request, peer, self.senders[peer], record)
         self._hooks.entered(room.phase)
-        self.step(req, reserve if failure is None else GivenUp(failure))
         if isinstance(reserve.request, RoutedRequest):
-            failure = self.routed_rooms.join(req)
-            if failure is not None:
-                self.step(req, GivenUp(failure))
+            failure = self.routed_rooms.join(req, failure)
+        self.step(req, reserve if failure is None else GivenUp(failure))
         if room.active:
             self.queue.append(req)
             self._admit()
