@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import re
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{kind}B": base**power
-    for power, prefix in enumerate("KMGT", start=1)
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{kind}b": base**power
+    for power, prefix in enumerate("kmgt", start=1)
     for kind, base in (("", 1000), ("i", 1024))
 }
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 def nbytes_of(text: str) -> int:
-    """Bytes of ``500MB``, ``1.5GiB`` or ``4096``; ``k`` and ``K`` are the same. Raises :class:`ValueError`."""
+    """Bytes of ``500MB``, ``1.5GiB`` or ``4096``, in capitals or not. Raises :class:`ValueError`."""
     match = _PATTERN.fullmatch(text.strip())
-    unit = match[2] if match else "?"
-    unit = unit[:1].upper() + unit[1:]
-    if match is None or unit not in _UNITS:
+    factor = None if match is None else _UNITS.get(match[2].lower())
+    if match is None or factor is None:
         raise ValueError(f"{text!r} is no number of bytes, such as 500MB, 1.5GiB or 4096")
-    return int(float(match[1]) * _UNITS[unit])
+    return int(float(match[1]) * factor)
 
 
 def size(nbytes: float) -> str:
