@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmark.main as bench
+import checkpoint_making.main as make_checkpoint
 import demo.main as demo
 import fault_cases.main as faults
 import fuzzing.main as fuzz
@@ -52,6 +53,7 @@ PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "fuzz.py": fuzz.main,
     "lifecycle.py": walk.main,
     "explain.py": timeline.main,
+    "make_checkpoint.py": make_checkpoint.parse_args,
 }
 RUN_ELSEWHERE = ("curl", "test", "-m", "kubectl", "(umask", "setup")
 """``curl`` against a real pair; ``scripts/test`` runs this; ``-m`` (of Python) starts the router, which is not ours."""
@@ -199,6 +201,7 @@ def test_named_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
         fuzz.main,
         walk.main,
         timeline.parse_args,
+        make_checkpoint.parse_args,
     )
     helps = "".join(help_of(command, capsys) for command in commands)
     for script in ("setup", "test"):

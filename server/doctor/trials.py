@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from server.doctor.findings import Finding, error, ok, warning
-from server.doctor.memory import size
 from server.node.checks import check_model
+from server.sizes import size
 
 if TYPE_CHECKING:
     from server.chat.registry import ChatSettings
