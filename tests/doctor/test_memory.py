@@ -77,3 +77,10 @@ def test_half_the_bytes_with_bfloat16() -> None:
     assert full.weights > 1.9 * half.weights
     assert full.pools > half.pools
     assert full.total == full.weights + full.pools + LIBRARIES_NBYTES
+
+
+def test_quantized_rows_take_less() -> None:
+    own, fp8 = needed_memory(plan_of(draft=True)), needed_memory(plan_of(draft=True, kv_dtype="fp8"))
+    fp8_keys = needed_memory(plan_of(draft=True, kv_dtype="fp8", index_dtype="fp8"))
+    assert own.weights == fp8.weights
+    assert own.pools > fp8_keys.pools > fp8.pools
