@@ -101,6 +101,16 @@ def port_number(text: str) -> int:
     return value
 
 
+def device_name(text: str) -> str:
+    """``cpu`` or ``cuda:N``, as an option's type. Whether there is such a device, torch knows (:mod:`.checks`)."""
+    kind, colon, index = text.partition(":")
+    if text == "cpu" or (kind == "cuda" and not colon):
+        return "cpu" if text == "cpu" else "cuda:0"
+    if kind != "cuda" or not index.isascii() or not index.isdigit() or len(index) > 3:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device: give cpu, cuda, or cuda:N, such as cuda:1")
+    return f"cuda:{int(index)}"
+
+
 def whole_number(text: str) -> int:
     try:
         return int(text)
@@ -132,7 +142,13 @@ class NodeOptions:
     model: Path = option("model", "checkpoint directory", default=BUNDLED_MODEL, type=Path, metavar="DIR")
     served_model_name: str = option("model", "name in the API (default: the directory's name)", metavar="NAME")
     dtype: str = option("model", "weights and activations", default="float32", choices=("float32", "bfloat16"))
-    device: str = option("model", "where the model and its state live", default="cpu", choices=("cpu", "cuda"))
+    device: str = option(
+        "model",
+        "where the model and its state live: cpu, or cuda:N for one GPU (cuda: the first)",
+        default="cpu",
+        type=device_name,
+        metavar="DEVICE",
+    )
 
     chat_format: str = option(
         "chat",
