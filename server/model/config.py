@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from server.model.fields import (
     CSA,
     FIELDS,
     HCA,
+    QUANTIZATION_FIELDS,
+    QUANTIZED,
     SLIDING,
     UNQUANTIZED,
     YARN_FIELDS,
@@ -20,7 +22,7 @@ from server.model.fields import (
     saved_by_transformers,
 )
 
-__all__ = ["CSA", "HCA", "SLIDING", "CheckpointError", "ModelConfig", "YarnScaling", "load_config"]
+__all__ = ["CSA", "HCA", "SLIDING", "CheckpointError", "ModelConfig", "Quantization", "YarnScaling", "load_config"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,19 @@ class YarnScaling:
     beta_fast: float
     beta_slow: float
     original_max_position: int
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How weights are stored: ``linears`` (attention, shared experts, draft), routed ``experts``; empty: unquantized.
+
+    A config that does not say how experts are stored is one of the releases with fp4 (``experts_stated`` false): only
+    the tensors themselves tell.
+    """
+
+    linears: Literal["", "fp8"] = ""
+    experts: Literal["", "fp8", "fp4"] = ""
+    experts_stated: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,7 @@ class ModelConfig:
     max_position_embeddings: int
     compress_ratios: tuple[int, ...]
     draft_ratio: int | None
+    quantization: Quantization = Quantization()
 
     def layers_of(self, ratio: int) -> tuple[int, ...]:
         """Backbone layer ids of one kind."""
@@ -94,7 +110,6 @@ def load_config(model_dir: Path) -> ModelConfig:
 
 
 def _from_raw(raw: dict[str, Any], where: str) -> ModelConfig:
-    _refuse_quantized(raw, where)
     if "compress_ratios" not in raw and "layer_types" in raw:
         raise saved_by_transformers(where, "it has layer_types instead of compress_ratios")
     values = read_fields(raw, FIELDS, where)
@@ -107,18 +122,28 @@ def _from_raw(raw: dict[str, Any], where: str) -> ModelConfig:
         yarn=_yarn(raw, where),
         compress_ratios=tuple(ratios[:n]),
         draft_ratio=ratios[n] if len(ratios) > n else None,
+        quantization=_quantization(raw, values["expert_dtype"], where),
     )
 
 
-def _refuse_quantized(raw: dict[str, Any], where: str) -> None:
-    quantization, expert_dtype = raw.get("quantization_config"), raw.get("expert_dtype")
-    if quantization is None and (expert_dtype is None or expert_dtype in UNQUANTIZED):
-        return
-    method = quantization.get("quant_method", expert_dtype) if isinstance(quantization, dict) else expert_dtype
-    raise CheckpointError(
-        f"{where}: the checkpoint is quantized ({method}), which is not supported yet; "
-        "convert it to bfloat16 or float32"
-    )
+def _quantization(raw: dict[str, Any], expert_dtype: str | None, where: str) -> Quantization:
+    """What ``quantization_config`` and ``expert_dtype`` say together."""
+    settings = raw.get("quantization_config")
+    if settings is None:
+        if expert_dtype in QUANTIZED:
+            raise CheckpointError(f"{where}: expert_dtype is {expert_dtype!r}, but there is no quantization_config")
+        return Quantization()
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{where}: quantization_config is {settings!r}; allowed is an object or null")
+    read_fields(settings, QUANTIZATION_FIELDS, where, "quantization_config.")
+    for name in ("hidden_size", "moe_intermediate_size"):
+        if expert_dtype in ("fp4", None) and raw[name] % 2:
+            raise CheckpointError(f"{where}: {name} is {raw[name]}; fp4 experts need an even number")
+    if expert_dtype in UNQUANTIZED:
+        return Quantization("fp8", "")
+    if expert_dtype == "fp8":
+        return Quantization("fp8", "fp8")
+    return Quantization("fp8", "fp4", experts_stated=expert_dtype is not None)
 
 
 def _yarn(raw: dict[str, Any], where: str) -> YarnScaling | None:

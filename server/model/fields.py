@@ -11,6 +11,8 @@ SLIDING, CSA, HCA = 0, 4, 128
 """Compress ratios, which name the three kinds of layer: window only, compressed sparse, heavily compressed."""
 
 UNQUANTIZED = ("bf16", "bfloat16", "fp32", "float32")
+QUANTIZED = ("fp8", "fp4")
+"""What ``expert_dtype`` may say."""
 
 
 class CheckpointError(ValueError):
@@ -102,7 +104,7 @@ FIELDS: dict[str, Field] = {
     "attention_bias": _only(False, default=False),
     "mlp_bias": _only(False, default=False),
     "hidden_act": _only("silu", default="silu"),
-    "expert_dtype": _only(*UNQUANTIZED, None, default=None),
+    "expert_dtype": _only(*UNQUANTIZED, *QUANTIZED, None, default=None),
 }
 """Every field of ``config.json`` that this server reads, in its official name. Others change no result."""
 
@@ -114,6 +116,15 @@ YARN_FIELDS: dict[str, Field] = {
     "attention_factor": _only(1, None, default=None),
 }
 """Fields of ``rope_scaling`` with type ``yarn``; an original context of 0 means no scaling, as in the reference."""
+
+QUANTIZATION_FIELDS: dict[str, Field] = {
+    "quant_method": _only("fp8"),
+    "fmt": _only("e4m3", default="e4m3"),
+    "scale_fmt": _only("ue8m0", default="ue8m0"),
+    "activation_scheme": _only("dynamic", default="dynamic"),
+    "weight_block_size": _only([128, 128], default=[128, 128]),
+}
+"""Fields of ``quantization_config``: what the official checkpoints say. Others are not read."""
 
 
 def read_fields(raw: Mapping[str, Any], table: Mapping[str, Field], where: str, prefix: str = "") -> dict[str, Any]:

@@ -60,6 +60,11 @@ def _matched(
 ) -> tuple[DeepseekV4, dict[str, TensorHeader]]:
     """The network, without memory, and the tensor of each of its parameters (by name)."""
     config = load_config(model_dir)
+    if config.quantization.linears:
+        raise CheckpointError(
+            f"{model_dir}: the checkpoint is quantized ({config.quantization.linears}), which is not supported yet; "
+            "convert it to bfloat16 or float32"
+        )
     headers = tensor_headers(model_dir)
     keys = [header.key for header in headers]
     if renamed := sorted(key for key in keys if key.startswith(("model.", "lm_head."))):
