@@ -14,7 +14,8 @@ ENTRIES = (
         ("ds-2181",),
         "state sent before the kernel that produces it had finished",
         "on a CPU there is no such gap; on a GPU an event is recorded behind a chunk's last kernel and waited "
-        "for before the chunk is told of, and again before the last digests are taken (the order is tested, not a real GPU)",
+        "for before the chunk is told of, and again before the last digests are taken (the order is tested, not a real "
+        "GPU)",
         tests=("tests/engine/test_waiting_for_the_device.py",),
     ),
     Entry(
