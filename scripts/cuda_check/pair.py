@@ -23,9 +23,8 @@ def check(device: torch.device) -> Iterator[Line]:
     for dtype in ("float32", "bfloat16"):
         common = ["--device", str(device), "--dtype", dtype, "--pages", "64", "--slots", "8"]
         pair = Pair(logs, common, [*common, "--spec-tokens", "3"], prefix=f"{dtype}-")
-        alone = Node(
-            "decode", logs / f"{dtype}-local.log", "--local-prefill", "--spec-tokens", "3", *common, name="local"
-        )
+        local = ["--local-prefill", "--spec-tokens", "3", *common]
+        alone = Node("decode", logs / f"{dtype}-local.log", *local, name="local")
         with StopSignals(), Cluster([*pair.nodes, alone]).running(START_S):
             theirs = [_ask(pair.d, body) for body in _bodies()]
             ours = [_ask(alone, body) for body in _bodies()]

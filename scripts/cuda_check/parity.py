@@ -38,7 +38,7 @@ class Answers:
 
 def answers(runner: ModelRunner, prompts: Sequence[Sequence[int]], follow: Answers | None = None) -> Answers:
     """Prefill in chunks, then decode in one batch. With ``follow`` its tokens are taken instead of the own ones."""
-    places, start, steps, tokens = _places(runner, prompts), 0, [], []
+    places, steps, tokens = _places(runner, prompts), [], []
     longest = max(map(len, prompts))
     last: list[torch.Tensor | None] = [None] * len(prompts)
     for start in range(0, longest, CHUNK_TOKENS):
@@ -74,9 +74,8 @@ def compare(what: str, cpu: Answers, gpu: Answers, allowed: float) -> Iterator[L
     best = cpu.logits.topk(2, dim=-1).values
     is_decided = best[..., 0] - best[..., 1] > 2 * allowed
     same = cpu.logits.argmax(-1) == gpu.logits.argmax(-1)
-    found = (
-        f"{int(same.sum())} of {same.numel()} the same, {int((is_decided & ~same).sum())} of the others were decided"
-    )
+    n_wrong = int((is_decided & ~same).sum())
+    found = f"{int(same.sum())} of {same.numel()} the same, {n_wrong} of the others were no near-tie"
     yield Line(f"{what}: greedy tokens", found, bool(same[is_decided].all()))
 
 

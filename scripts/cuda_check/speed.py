@@ -40,17 +40,18 @@ def check(device: torch.device) -> Iterator[Line]:
     pages = max(batches) * (-(-(context + N_STEPS + 2) // 256)) + -(-prompt // 256)
     runner = runner_of(model, device, pages=pages)
     scale = FLASH_LAYERS / n_layers
+    _prefill(runner, chunk, chunk)  # kernels are chosen and loaded, experts put side by side
     seconds = _timed(runner, lambda: _prefill(runner, prompt, chunk))
     yield _rate(f"prefill, {prompt} tokens in chunks of {chunk}", prompt, seconds, scale)
     for n in batches:
-        _decode(runner, n, context, 2)  # kernels are chosen and loaded
+        _decode(runner, n, context, 2)
         seconds = _timed(runner, lambda n=n: _decode(runner, n, context, N_STEPS))  # type: ignore[misc]
         yield _rate(f"decode, {n} requests at {context} tokens", n * N_STEPS, seconds, scale)
 
 
 def _rate(what: str, n_tokens: int, seconds: float, scale: float) -> Line:
-    found = f"{n_tokens / seconds:,.0f} tokens/s; {n_tokens / seconds / scale:,.0f} if {FLASH_LAYERS} layers take as long each"
-    return Line(what, found)
+    rate = n_tokens / seconds
+    return Line(what, f"{rate:,.0f} tokens/s; {rate / scale:,.0f} with {FLASH_LAYERS} layers, if each takes as long")
 
 
 def _fitting_layers(device: torch.device) -> tuple[int, dict[str, object]]:

@@ -39,9 +39,8 @@ def check(device: torch.device) -> Iterator[Line]:
                 logits = _step(runner, step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        yield Line(
-            f"steps without a wait, --kv-dtype {kv_dtype}", f"{N_STEPS - 1} with drafts, {len(logits)} rows each"
-        )
+        found = f"{N_STEPS - 1} with drafts, {len(logits)} rows each"
+        yield Line(f"steps without a wait, --kv-dtype {kv_dtype}", found)
         yield Line("tokens read back after them", f"{len(read_best(logits))}")
 
 

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from server.cache.allocator import Allocator
 from server.cache.arena import TORCH_DTYPES, Arena
 from server.cache.layout import ArenaLayout
+from server.cache.row_formats import chosen_index_dtype
 from server.cache.specs import CacheGeometry, LayoutError
 from server.chat.registry import ChatFormatMissing, ChatSettings, chat_format
 from server.engine.engine import Engine
@@ -30,6 +31,7 @@ from server.memory import give_back
 from server.model.config import CheckpointError
 from server.model.interface import LoadedModel
 from server.model.loader import load_model, model_fingerprint
+from server.model.numerics import NUMERICS
 from server.model.state import state_components
 from server.node.checks import check_device, transport_factory
 from server.node.context import NodeContext, NodeSettings
@@ -83,7 +85,13 @@ def build_resources(
     disable_created_metrics()  # a second line for every counter, which nobody reads
     faults, deadlines = FaultSet.parse(options.faults, role), parse_deadlines(options.deadlines)
     check_device(options.device)
-    kernels = choose_kernels(options.kernels, options.device)
+    kernels = choose_kernels(
+        options.kernels,
+        options.device,
+        options.numerics,
+        kv_dtype=options.kv_dtype,
+        index_dtype=options.index_dtype,
+    )
     log.info("%s kernels (%s)", kernels.identity, kernels.reason)
     tokenizer = _load_tokenizer(options.model, options.default_max_tokens)
     _check_chat(tokenizer, options)
@@ -94,7 +102,14 @@ def build_resources(
         slots=options.slots + 1,
         window=model.config.sliding_window,
         spec_tokens=spec_tokens,
-        components=state_components(model.config, options.dtype, spec_tokens, draft=draft),
+        components=state_components(
+            model.config,
+            options.dtype,
+            spec_tokens,
+            draft=draft,
+            kv_dtype=options.kv_dtype,
+            index_dtype=options.index_dtype,
+        ),
     )
     arena = _make_arena(geometry, options)
     allocator = Allocator(geometry, permute_seed=options.permute_ids)
@@ -120,6 +135,7 @@ def build_resources(
             tokenizer=tokenizer.fingerprint,
             dtype=options.dtype,
             kernels=kernels.identity,
+            numerics=options.numerics,
             deterministic=options.deterministic,
         ),
         tokenizer=tokenizer,
@@ -143,6 +159,8 @@ def build_resources(
             "model_type": "deepseek_v4",
             "architectures": ["DeepseekV4ForCausalLM"],
             "kernels_reason": kernels.reason,
+            "kv_dtype": options.kv_dtype,
+            "index_dtype": chosen_index_dtype(options.kv_dtype, options.index_dtype),
             "draft": runner.drafts,
             "default_max_tokens": n_default,
             "default_max_tokens_pages": allocator.pages_for(n_default),
@@ -163,6 +181,7 @@ def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> Loade
         device=options.device,
         deterministic=options.deterministic,
         draft=draft,
+        numerics=NUMERICS[options.numerics],
     )
     loaded = kernels.take(model)
     give_back()

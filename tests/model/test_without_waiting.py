@@ -22,8 +22,9 @@ from server.cache.layout import ArenaLayout, Placement
 from server.cache.specs import CacheGeometry
 from server.model.batch import Segment, build_batch
 from server.model.config import ModelConfig, load_config
-from server.model.moe import MoE
+from server.model.moe import Expert, MoE
 from server.model.network import DeepseekV4, PythonModel
+from server.model.numerics import NUMERICS
 from server.model.state import state_components
 from tests.support.checkpoints import write_checkpoint
 
@@ -66,11 +67,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     return load_config(path)
 
 
-def on_meta(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> PythonModel:
-    components = state_components(config, str(dtype).removeprefix("torch."), 3, draft=True)
+def on_meta(config: ModelConfig, numerics: str, kv_dtype: str, index_dtype: str) -> PythonModel:
+    components = state_components(config, "bfloat16", 3, draft=True, kv_dtype=kv_dtype, index_dtype=index_dtype)
     geometry = CacheGeometry(256, 16, 20, config.sliding_window, 3, components)
     with META:
-        model = DeepseekV4(config, dtype, 0, draft=True).requires_grad_(False)
+        model = DeepseekV4(config, torch.bfloat16, 0, draft=True, numerics=NUMERICS[numerics]).requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, Expert):
+            module.w1.quantized = module.w2.quantized = module.w3.quantized = "fp4"
     return PythonModel(model, Arena(ArenaLayout.from_geometry(geometry), META))
 
 
@@ -82,8 +86,12 @@ def step(model: PythonModel) -> None:
     model.draft([Segment(ids[:2], 299, WHERE), Segment(ids[:1], 126, other)], streams)
 
 
-def test_a_decode_step_reads_nothing_back_and_copies_once_a_forward(config: ModelConfig) -> None:
-    model = on_meta(config)
+@pytest.mark.parametrize("numerics", ["plain", "official"])
+@pytest.mark.parametrize(("kv_dtype", "index_dtype"), [("model", "model"), ("fp8", "mxfp4"), ("fp8", "fp8")])
+def test_a_decode_step_reads_nothing_back_and_copies_once_a_forward(
+    config: ModelConfig, numerics: str, kv_dtype: str, index_dtype: str
+) -> None:
+    model = on_meta(config, numerics, kv_dtype, index_dtype)
     step(model)  # what is made once: rope frequencies, constants, the experts side by side
     with Copies() as copies:
         step(model)
