@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmark.main as bench
+import cuda_check.main as cuda_check
 import demo.main as demo
 import fault_cases.main as faults
 import fuzzing.main as fuzz
@@ -50,6 +51,7 @@ PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "fuzz.py": fuzz.main,
     "lifecycle.py": walk.main,
     "explain.py": timeline.main,
+    "check_cuda.py": cuda_check.parse_args,
 }
 RUN_ELSEWHERE = ("curl", "test", "-m", "kubectl", "(umask", "setup")
 """``curl`` against a real pair; ``scripts/test`` runs this; ``-m`` (of Python) starts the router, which is not ours."""

@@ -82,7 +82,7 @@ def nbytes_of(module: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def random_model(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, draft: bool = False, seed: int = 0
 ) -> DeepseekV4:

@@ -139,7 +139,7 @@ class MoE(NumericsLayer):
         picks = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, (n_rows, top_k))
         out: torch.Tensor = self.shared_experts(x)
         for i in range(top_k):
-            out[:n_rows] += picks[:, i]
+            out[:n_rows].add_(picks[:, i])
         return out
 
     def _stacked(self) -> tuple[torch.Tensor, torch.Tensor, str]:
