@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from server.cache.allocator import Allocator
@@ -19,6 +18,7 @@ from server.cache.arena import TORCH_DTYPES, Arena
 from server.cache.layout import ArenaLayout
 from server.cache.row_formats import chosen_index_dtype
 from server.cache.specs import CacheGeometry, LayoutError
+from server.chat.formats import ChatFormat
 from server.chat.registry import ChatFormatMissing, ChatSettings, chat_format
 from server.engine.engine import Engine
 from server.engine.events import Command, Event
@@ -31,12 +31,13 @@ from server.kernels.sampling import SampleKernel
 from server.memory import give_back
 from server.model.config import CheckpointError
 from server.model.interface import LoadedModel
-from server.model.loader import load_model, model_fingerprint
+from server.model.loader import load_checkpoint
 from server.model.numerics import NUMERICS
 from server.model.state import state_components
-from server.node.checks import transport_factory
+from server.node.checks import check_device, transport_factory
 from server.node.context import NodeContext, NodeSettings
 from server.node.options import NodeOptions
+from server.node.progress import reading_progress
 from server.telemetry.traces import TraceExporter
 from server.transfer.auth import Guard
 from server.transfer.deadlines import parse_deadlines
@@ -85,8 +86,7 @@ def build_resources(
     """
     disable_created_metrics()  # a second line for every counter, which nobody reads
     faults, deadlines = FaultSet.parse(options.faults, role), parse_deadlines(options.deadlines)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise CheckpointError("--device cuda: torch sees no CUDA device")
+    check_device(options.device)
     kernels = choose_kernels(
         options.kernels,
         options.device,
@@ -96,8 +96,9 @@ def build_resources(
     )
     log.info("%s kernels (%s)", kernels.identity, kernels.reason)
     tokenizer = _load_tokenizer(options.model, options.default_max_tokens)
-    _check_chat(tokenizer, options)
-    model = _load_model(options, kernels, draft=draft)
+    chat = _chat_format(tokenizer, options)
+    loaded = _load_model(options, kernels, draft=draft)
+    model = loaded.model
     geometry = CacheGeometry(
         page_size=options.page_size,
         pages=options.pages + 1,  # item 0 is never handed out
@@ -133,7 +134,7 @@ def build_resources(
         arena=arena,
         allocator=allocator,
         identity=ModelIdentity(
-            model=model_fingerprint(options.model),
+            model=loaded.fingerprint,
             tokenizer=tokenizer.fingerprint,
             dtype=options.dtype,
             kernels=kernels.identity,
@@ -164,6 +165,9 @@ def build_resources(
             "kv_dtype": options.kv_dtype,
             "index_dtype": chosen_index_dtype(options.kv_dtype, options.index_dtype),
             "draft": runner.drafts,
+            "checkpoint_draft": loaded.draft_of_checkpoint,
+            "chat_format": chat.name,
+            "can_think": chat.can_think,
             "default_max_tokens": n_default,
             "default_max_tokens_pages": allocator.pages_for(n_default),
         },
@@ -176,16 +180,28 @@ def _instance(options: NodeOptions) -> str:
     return f"{options.host}:{options.port}"
 
 
-def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> LoadedModel:
-    model = load_model(
-        options.model,
-        dtype=TORCH_DTYPES[options.dtype],
-        device=options.device,
-        deterministic=options.deterministic,
-        draft=draft,
-        numerics=NUMERICS[options.numerics],
-    )
-    loaded = kernels.take(model)
+@dataclass(frozen=True)
+class _Loaded:
+    """A model, the fingerprint of its files, and what kind of draft they carry."""
+
+    model: LoadedModel
+    fingerprint: str
+    draft_of_checkpoint: str
+
+
+def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> _Loaded:
+    with reading_progress("weights") as on_progress:
+        checkpoint = load_checkpoint(
+            options.model,
+            dtype=TORCH_DTYPES[options.dtype],
+            device=options.device,
+            deterministic=options.deterministic,
+            draft=draft,
+            numerics=NUMERICS[options.numerics],
+            on_progress=on_progress,
+        )
+    loaded = _Loaded(kernels.take(checkpoint.network), checkpoint.fingerprint, checkpoint.draft)
+    del checkpoint
     give_back()
     return loaded
 
@@ -199,15 +215,15 @@ def _load_tokenizer(model: Path, default_max_tokens: int) -> Tokenizer:
         raise CheckpointError(f"{model}: the tokenizer cannot be loaded: {error!r}") from error
 
 
-def _check_chat(tokenizer: Tokenizer, options: NodeOptions) -> None:
+def _chat_format(tokenizer: Tokenizer, options: NodeOptions) -> ChatFormat:
     """Refuses a chat format that the checkpoint cannot have, before anything large is loaded."""
     settings = ChatSettings(options.chat_format, options.tool_parser, options.reasoning_parser)
     try:
         chat = chat_format(tokenizer, settings)
     except ChatFormatMissing as error:
         raise CheckpointError(str(error)) from error
-    tools = "none" if chat.tools is None else chat.tools.name
-    log.info("chat format %s, tool parser %s, reasoning parser %s", chat.name, tools, "on" if chat.reasoning else "off")
+    log.info("chat: %s", chat)
+    return chat
 
 
 def _make_arena(geometry: CacheGeometry, options: NodeOptions) -> Arena:

@@ -33,6 +33,13 @@ def test_python_on_another_device() -> None:
         choose_kernels("cpu", "cuda")
 
 
+def test_python_for_other_numerics() -> None:
+    chosen = choose_kernels("auto", "cpu", "official")
+    assert (chosen.name, chosen.reason) == ("python", "the kernels compute --numerics plain, not official")
+    with pytest.raises(KernelsUnavailable, match="--kernels cpu: the kernels compute --numerics plain, not official"):
+        choose_kernels("cpu", "cpu", "official")
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
@@ -47,13 +54,6 @@ def test_python_over_quantized_rows(rows: dict[str, str], words: str) -> None:
     with pytest.raises(KernelsUnavailable, match=f"--kernels cpu: the kernels compute {words}"):
         choose_kernels("cpu", "cpu", **rows)
     assert choose_kernels("auto", "cpu", kv_dtype="model", index_dtype="auto").name == "cpu"
-
-
-def test_python_for_other_numerics() -> None:
-    chosen = choose_kernels("auto", "cpu", "official")
-    assert (chosen.name, chosen.reason) == ("python", "the kernels compute --numerics plain, not official")
-    with pytest.raises(KernelsUnavailable, match="--kernels cpu: the kernels compute --numerics plain, not official"):
-        choose_kernels("cpu", "cpu", "official")
 
 
 @pytest.mark.usefixtures("without_library")
