@@ -12,6 +12,7 @@ from typing import Any
 
 import benchmark.main as bench
 import checkpoint_making.main as make_checkpoint
+import cuda_check.main as cuda_check
 import demo.main as demo
 import fault_cases.main as faults
 import fuzzing.main as fuzz
@@ -53,6 +54,7 @@ PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "fuzz.py": fuzz.main,
     "lifecycle.py": walk.main,
     "explain.py": timeline.main,
+    "check_cuda.py": cuda_check.parse_args,
     "make_checkpoint.py": make_checkpoint.parse_args,
 }
 RUN_ELSEWHERE = ("curl", "test", "-m", "kubectl", "(umask", "setup")

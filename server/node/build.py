@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from server.cache.allocator import Allocator
@@ -35,7 +34,7 @@ from server.model.interface import LoadedModel
 from server.model.loader import load_checkpoint
 from server.model.numerics import NUMERICS
 from server.model.state import state_components
-from server.node.checks import transport_factory
+from server.node.checks import check_device, transport_factory
 from server.node.context import NodeContext, NodeSettings
 from server.node.options import NodeOptions
 from server.node.progress import reading_progress
@@ -87,8 +86,7 @@ def build_resources(
     """
     disable_created_metrics()  # a second line for every counter, which nobody reads
     faults, deadlines = FaultSet.parse(options.faults, role), parse_deadlines(options.deadlines)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise CheckpointError("--device cuda: torch sees no CUDA device")
+    check_device(options.device)
     kernels = choose_kernels(
         options.kernels,
         options.device,

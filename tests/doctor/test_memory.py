@@ -42,3 +42,10 @@ def test_quantized_weights_need_what_they_stand_for(tmp_path: Path, stored: dict
     made = make_quantized(tmp_path, draft=False, **stored)
     needed = needed_memory(plan_of(model=tmp_path))
     assert needed.weights == sum(tensor.nbytes for tensor in made.numbers.values())
+
+
+def test_quantized_rows_take_less() -> None:
+    own, fp8 = needed_memory(plan_of(draft=True)), needed_memory(plan_of(draft=True, kv_dtype="fp8"))
+    fp8_keys = needed_memory(plan_of(draft=True, kv_dtype="fp8", index_dtype="fp8"))
+    assert own.weights == fp8.weights
+    assert own.pools > fp8_keys.pools > fp8.pools
