@@ -8,6 +8,7 @@ from pathlib import Path
 from server.doctor.findings import Finding, error, ok, warning
 from server.doctor.plan import NodePlan
 from server.model.config import load_config
+from server.model.draft import Draft, draft_of
 from server.model.tensor_files import TensorHeader, tensor_headers
 from server.node.checks import check_model
 from server.node.free_memory import FreeMemory, free_memory
@@ -43,9 +44,9 @@ def needed_memory(plan: NodePlan, free: FreeMemory | None = None) -> MemoryPlan:
     check_model(options.model)
     config, draft = load_config(options.model), plan.draft
     if draft is None:
-        draft = has_draft_layer(tensor_headers(options.model))
+        draft = kind_of_draft(tensor_headers(options.model)) is Draft.NEXTN
     return plan_memory(config, options, free, draft=draft, spec_tokens=plan.spec_tokens)
 
 
-def has_draft_layer(headers: list[TensorHeader]) -> bool:
-    return any(header.key.startswith("mtp.") for header in headers)
+def kind_of_draft(headers: list[TensorHeader]) -> Draft:
+    return draft_of(header.key for header in headers)

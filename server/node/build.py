@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from server.cache.allocator import Allocator
@@ -19,6 +18,7 @@ from server.cache.arena import TORCH_DTYPES, Arena
 from server.cache.layout import ArenaLayout
 from server.cache.row_formats import chosen_index_dtype
 from server.cache.specs import LayoutError
+from server.chat.formats import ChatFormat
 from server.chat.registry import ChatFormatMissing, ChatSettings, chat_format
 from server.engine.engine import Engine
 from server.engine.events import Command, Event
@@ -31,13 +31,14 @@ from server.kernels.sampling import SampleKernel
 from server.memory import give_back
 from server.model.config import CheckpointError, load_config
 from server.model.interface import LoadedModel
-from server.model.loader import load_model, model_fingerprint
+from server.model.loader import load_checkpoint
 from server.model.numerics import NUMERICS
-from server.node.checks import transport_factory
+from server.node.checks import check_device, transport_factory
 from server.node.context import NodeContext, NodeSettings
 from server.node.free_memory import FreeMemory, free_memory
 from server.node.memory_plan import MemoryPlan, plan_memory
 from server.node.options import NodeOptions
+from server.node.progress import reading_progress
 from server.sizes import size
 from server.telemetry.traces import TraceExporter
 from server.transfer.auth import Guard
@@ -87,8 +88,7 @@ def build_resources(
     """
     disable_created_metrics()  # a second line for every counter, which nobody reads
     faults, deadlines = FaultSet.parse(options.faults, role), parse_deadlines(options.deadlines)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise CheckpointError("--device cuda: torch sees no CUDA device")
+    check_device(options.device)
     kernels = choose_kernels(
         options.kernels,
         options.device,
@@ -98,13 +98,14 @@ def build_resources(
     )
     log.info("%s kernels (%s)", kernels.identity, kernels.reason)
     tokenizer = _load_tokenizer(options.model, options.default_max_tokens)
-    _check_chat(tokenizer, options)
+    chat = _chat_format(tokenizer, options)
     plan = plan_memory(
         load_config(options.model), options, _free_memory(options.device), draft=draft, spec_tokens=spec_tokens
     )
     for line in plan.lines():
         log.info("memory: %s", line)
-    model = _load_model(options, kernels, draft=draft)
+    loaded = _load_model(options, kernels, draft=draft)
+    model = loaded.model
     arena = _make_arena(plan, options)
     allocator = Allocator(plan.geometry, permute_seed=options.permute_ids)
     runner, commands = ModelRunner(model, arena), queue.SimpleQueue[Command]()
@@ -116,7 +117,7 @@ def build_resources(
         arena=arena,
         allocator=allocator,
         identity=ModelIdentity(
-            model=model_fingerprint(options.model),
+            model=loaded.fingerprint,
             tokenizer=tokenizer.fingerprint,
             dtype=options.dtype,
             kernels=kernels.identity,
@@ -147,6 +148,9 @@ def build_resources(
             "kv_dtype": options.kv_dtype,
             "index_dtype": chosen_index_dtype(options.kv_dtype, options.index_dtype),
             "draft": runner.drafts,
+            "checkpoint_draft": loaded.draft_of_checkpoint,
+            "chat_format": chat.name,
+            "can_think": chat.can_think,
             "default_max_tokens": n_default,
             "default_max_tokens_pages": allocator.pages_for(n_default),
         },
@@ -159,16 +163,28 @@ def _instance(options: NodeOptions) -> str:
     return f"{options.host}:{options.port}"
 
 
-def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> LoadedModel:
-    model = load_model(
-        options.model,
-        dtype=TORCH_DTYPES[options.dtype],
-        device=options.device,
-        deterministic=options.deterministic,
-        draft=draft,
-        numerics=NUMERICS[options.numerics],
-    )
-    loaded = kernels.take(model)
+@dataclass(frozen=True)
+class _Loaded:
+    """A model, the fingerprint of its files, and what kind of draft they carry."""
+
+    model: LoadedModel
+    fingerprint: str
+    draft_of_checkpoint: str
+
+
+def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> _Loaded:
+    with reading_progress("weights") as on_progress:
+        checkpoint = load_checkpoint(
+            options.model,
+            dtype=TORCH_DTYPES[options.dtype],
+            device=options.device,
+            deterministic=options.deterministic,
+            draft=draft,
+            numerics=NUMERICS[options.numerics],
+            on_progress=on_progress,
+        )
+    loaded = _Loaded(kernels.take(checkpoint.network), checkpoint.fingerprint, checkpoint.draft)
+    del checkpoint
     give_back()
     return loaded
 
@@ -182,15 +198,15 @@ def _load_tokenizer(model: Path, default_max_tokens: int) -> Tokenizer:
         raise CheckpointError(f"{model}: the tokenizer cannot be loaded: {error!r}") from error
 
 
-def _check_chat(tokenizer: Tokenizer, options: NodeOptions) -> None:
+def _chat_format(tokenizer: Tokenizer, options: NodeOptions) -> ChatFormat:
     """Refuses a chat format that the checkpoint cannot have, before anything large is loaded."""
     settings = ChatSettings(options.chat_format, options.tool_parser, options.reasoning_parser)
     try:
         chat = chat_format(tokenizer, settings)
     except ChatFormatMissing as error:
         raise CheckpointError(str(error)) from error
-    tools = "none" if chat.tools is None else chat.tools.name
-    log.info("chat format %s, tool parser %s, reasoning parser %s", chat.name, tools, "on" if chat.reasoning else "off")
+    log.info("chat: %s", chat)
+    return chat
 
 
 def _free_memory(device: str) -> FreeMemory | None:
