@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from server.cache.allocator import Allocator
