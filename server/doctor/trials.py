@@ -61,14 +61,15 @@ def try_kernels(request: dict[str, Any]) -> list[Finding]:
 
 
 def try_tensors(request: dict[str, Any]) -> list[Finding]:
-    from server.model.loader import check_tensors, has_draft
+    from server.model.checkpoint import has_draft
+    from server.model.loader import check_tensors
     from server.model.numerics import NUMERICS
 
     model = Path(request["model"])
     check_model(model)
     draft = has_draft(model) if request["draft"] is None else request["draft"]
     n_tensors = check_tensors(model, draft=draft, numerics=NUMERICS[request["numerics"]])
-    return [ok("tensors", f"all {n_tensors} are there in the shapes of config.json")]
+    return [ok("tensors", f"all {n_tensors} are there in the shapes and number formats of config.json")]
 
 
 def try_tokenizer(request: dict[str, Any]) -> list[Finding]:
