@@ -233,6 +233,6 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     def fails(*_: object) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("checkpoint_making.main.write_tensors", fails)
+    monkeypatch.setattr("checkpoint_making.making.write_tensors", fails)
     assert main([str(tmp_path / "made"), "--from", str(BUNDLED_MODEL)]) == 2
     assert list(tmp_path.iterdir()) == []
