@@ -22,13 +22,14 @@ SHARED_BY_THE_ROLES = (
     "server.cache",
     "server.failure",
     "server.faults",
+    "server.sizes",
     "server.telemetry",
     "server.threads",
 )
 ARROWS: dict[str, tuple[str, ...]] = {
     "server.model": ("server.model", "server.cache"),
     "server.kernels": ("server.kernels", "server.model", "server.cache"),
-    "server.cache": ("server.cache", "server.failure"),
+    "server.cache": ("server.cache", "server.failure", "server.sizes"),
     "server.engine": ("server.engine", "server.model", "server.kernels.sampling", "server.cache", "server.failure"),
     "server.transfer": ("server.transfer", "server.cache", "server.failure", "server.memory"),
     "server.faults": ("server.faults", "server.transfer", "server.cache"),
@@ -57,6 +58,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "server.transfer",
         "server.cache",
         "server.faults.spec",
+        "server.sizes",
     ),
     "server.prefill": ("server.prefill", *SHARED_BY_THE_ROLES),
     "server.decode": ("server.decode", *SHARED_BY_THE_ROLES),
@@ -66,6 +68,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 LAUNCHERS = (
     "server.node.build",
     "server.node.checks",
+    "server.node.memory_plan",
     "server.node.run",
     "server.node.serve",
     "server.prefill.launch",

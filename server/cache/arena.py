@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from server.cache.device import Mark, to_host
 from server.cache.layout import PROBE_NBYTES, ArenaLayout, Placement, Run
 from server.cache.owners import OwnerStamps
+from server.cache.row_formats import QUANTIZED_ROWS
 from server.cache.specs import Scope
 
 POISON_BYTE = 0xFF
-"""Fills free memory in poison mode: NaN in float32 and bfloat16, absurd in the hand-off row."""
+"""Fills free memory in poison mode: NaN in float32, bfloat16 and every quantized row (by its scales), absurd in the
+hand-off row.
+"""
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "uint8": torch.uint8,
+    **dict.fromkeys(QUANTIZED_ROWS, torch.uint8),
+}
+"""Of the elements of each row format."""
 
 
 class Arena:
@@ -36,6 +44,7 @@ class Arena:
             self.buffer[PROBE_NBYTES:].fill_(POISON_BYTE)
             self._fill(Placement(slot=0, pages=(0,)), 0)
         self._host: memoryview | None = self.buffer.numpy().data if self.device.type == "cpu" else None
+        Mark(self.device).wait()  # peers may write from now on
 
     @property
     def ptr(self) -> int:
@@ -47,8 +56,8 @@ class Arena:
         return self.layout.nbytes
 
     def view(self, name: str) -> torch.Tensor:
-        """A component as a strided tensor ``[items, rows, layers, width]`` of its own dtype, sharing the arena's
-        memory.
+        """A component as a strided tensor ``[items, rows, layers, width]`` of its elements, sharing the arena's memory.
+        Quantized rows are bytes.
         """
         c = self.layout.component(name)
         dtype = TORCH_DTYPES[c.dtype]
@@ -65,14 +74,13 @@ class Arena:
         return b"".join(self.memory(run) for run in runs)
 
     def memory(self, run: Run) -> memoryview:
-        """The bytes of one run; on a CPU arena without a copy."""
+        """The bytes of one run; on a CPU arena without a copy. On a GPU it waits for what is queued there."""
         if self._host is not None:
             return self._host[run.offset : run.offset + run.nbytes]
-        part: npt.NDArray[np.uint8] = self.buffer[run.offset : run.offset + run.nbytes].cpu().numpy()
-        return part.data
+        return to_host(self.buffer[run.offset : run.offset + run.nbytes]).numpy().data
 
     def write(self, run: Run, data: bytes) -> None:
-        """Overwrites one run (the hand-off row, the probe region)."""
+        """Overwrites one run (the hand-off row, the probe region); it is done when this returns."""
         if len(data) != run.nbytes:
             raise ValueError(f"{len(data)} bytes do not fill a run of {run.nbytes}")
         if self._host is not None:

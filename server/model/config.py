@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from server.model.fields import (
     CSA,
     FIELDS,
     HCA,
+    QUANTIZATION_FIELDS,
+    QUANTIZED,
     SLIDING,
     UNQUANTIZED,
     YARN_FIELDS,
@@ -20,7 +22,18 @@ from server.model.fields import (
     saved_by_transformers,
 )
 
-__all__ = ["CSA", "HCA", "SLIDING", "CheckpointError", "ModelConfig", "YarnScaling", "load_config"]
+__all__ = [
+    "CSA",
+    "HCA",
+    "SLIDING",
+    "CheckpointError",
+    "DSpark",
+    "ModelConfig",
+    "Quantization",
+    "YarnScaling",
+    "config_from",
+    "load_config",
+]
 
 
 @dataclass(frozen=True)
@@ -34,11 +47,37 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class Quantization:
+    """How weights are stored: ``linears`` (attention, shared experts, draft), routed ``experts``; empty: unquantized.
+
+    A config that does not say how experts are stored is one of the releases with fp4 (``experts_stated`` false): only
+    the tensors themselves tell.
+    """
+
+    linears: Literal["", "fp8"] = ""
+    experts: Literal["", "fp8", "fp4"] = ""
+    experts_stated: bool = True
+
+
+@dataclass(frozen=True)
+class DSpark:
+    """The draft of the later releases: ``stages`` blocks that read the streams leaving ``target_layers`` and draft
+    ``block_size`` tokens at once; ``markov_rank`` is the width of the head that chains them.
+    """
+
+    stages: int
+    target_layers: tuple[int, ...]
+    block_size: int
+    markov_rank: int
+    noise_token_id: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """What the forward pass needs to know; field names as in the official ``config.json`` where they say it well.
 
-    ``compress_ratios`` has one entry per backbone layer (0, 4 or 128); ``draft_ratio`` is the entry of the NextN layer,
-    or None if the checkpoint lists none.
+    ``compress_ratios`` has one entry per backbone layer (0, 4 or 128); ``draft_ratio`` is the entry of the NextN layer
+    (or of the first stage of ``dspark``), or None if the checkpoint lists none.
     """
 
     vocab_size: int
@@ -70,6 +109,8 @@ class ModelConfig:
     max_position_embeddings: int
     compress_ratios: tuple[int, ...]
     draft_ratio: int | None
+    quantization: Quantization = Quantization()
+    dspark: DSpark | None = None
 
     def layers_of(self, ratio: int) -> tuple[int, ...]:
         """Backbone layer ids of one kind."""
@@ -85,16 +126,18 @@ def load_config(model_dir: Path) -> ModelConfig:
         raise CheckpointError(f"{model_dir} has no config.json: give --model a checkpoint directory")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict) or raw.get("model_type") != "deepseek_v4":
         found = raw.get("model_type") if isinstance(raw, dict) else type(raw).__name__
         raise CheckpointError(f"{path}: model_type is {found!r}, expected 'deepseek_v4'")
-    return _from_raw(raw, str(path))
+    return config_from(raw, str(path))
 
 
-def _from_raw(raw: dict[str, Any], where: str) -> ModelConfig:
-    _refuse_quantized(raw, where)
+def config_from(raw: dict[str, Any], where: str) -> ModelConfig:
+    """The architecture that the content of a ``config.json`` describes; ``where`` names it in errors. Raises
+    :class:`CheckpointError`.
+    """
     if "compress_ratios" not in raw and "layer_types" in raw:
         raise saved_by_transformers(where, "it has layer_types instead of compress_ratios")
     values = read_fields(raw, FIELDS, where)
@@ -107,18 +150,41 @@ def _from_raw(raw: dict[str, Any], where: str) -> ModelConfig:
         yarn=_yarn(raw, where),
         compress_ratios=tuple(ratios[:n]),
         draft_ratio=ratios[n] if len(ratios) > n else None,
+        quantization=_quantization(raw, values["expert_dtype"], where),
+        dspark=_dspark(values),
     )
 
 
-def _refuse_quantized(raw: dict[str, Any], where: str) -> None:
-    quantization, expert_dtype = raw.get("quantization_config"), raw.get("expert_dtype")
-    if quantization is None and (expert_dtype is None or expert_dtype in UNQUANTIZED):
-        return
-    method = quantization.get("quant_method", expert_dtype) if isinstance(quantization, dict) else expert_dtype
-    raise CheckpointError(
-        f"{where}: the checkpoint is quantized ({method}), which is not supported yet; "
-        "convert it to bfloat16 or float32"
+def _dspark(values: dict[str, Any]) -> DSpark | None:
+    if not values["dspark_block_size"]:
+        return None
+    return DSpark(
+        stages=len(values["compress_ratios"]) - values["num_hidden_layers"],
+        target_layers=tuple(values["dspark_target_layer_ids"]),
+        block_size=values["dspark_block_size"],
+        markov_rank=values["dspark_markov_rank"],
+        noise_token_id=values["dspark_noise_token_id"],
     )
+
+
+def _quantization(raw: dict[str, Any], expert_dtype: str | None, where: str) -> Quantization:
+    """What ``quantization_config`` and ``expert_dtype`` say together."""
+    settings = raw.get("quantization_config")
+    if settings is None:
+        if expert_dtype in QUANTIZED:
+            raise CheckpointError(f"{where}: expert_dtype is {expert_dtype!r}, but there is no quantization_config")
+        return Quantization()
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{where}: quantization_config is {settings!r}; allowed is an object or null")
+    read_fields(settings, QUANTIZATION_FIELDS, where, "quantization_config.")
+    for name in ("hidden_size", "moe_intermediate_size"):
+        if expert_dtype in ("fp4", None) and raw[name] % 2:
+            raise CheckpointError(f"{where}: {name} is {raw[name]}; fp4 experts need an even number")
+    if expert_dtype in UNQUANTIZED:
+        return Quantization("fp8", "")
+    if expert_dtype == "fp8":
+        return Quantization("fp8", "fp8")
+    return Quantization("fp8", "fp4", experts_stated=expert_dtype is not None)
 
 
 def _yarn(raw: dict[str, Any], where: str) -> YarnScaling | None:

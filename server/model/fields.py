@@ -11,6 +11,8 @@ SLIDING, CSA, HCA = 0, 4, 128
 """Compress ratios, which name the three kinds of layer: window only, compressed sparse, heavily compressed."""
 
 UNQUANTIZED = ("bf16", "bfloat16", "fp32", "float32")
+QUANTIZED = ("fp8", "fp4")
+"""What ``expert_dtype`` may say."""
 
 
 class CheckpointError(ValueError):
@@ -102,7 +104,15 @@ FIELDS: dict[str, Field] = {
     "attention_bias": _only(False, default=False),
     "mlp_bias": _only(False, default=False),
     "hidden_act": _only("silu", default="silu"),
-    "expert_dtype": _only(*UNQUANTIZED, None, default=None),
+    "expert_dtype": _only(*UNQUANTIZED, *QUANTIZED, None, default=None),
+    "dspark_block_size": _int(0, 1024, default=0),
+    "dspark_markov_rank": _int(1, _MOST, default=256),
+    "dspark_noise_token_id": _int(0, _MOST, default=0),
+    "dspark_target_layer_ids": Field(
+        "a list of layer numbers, ascending",
+        lambda v: isinstance(v, list) and all(_is_int(i) and i >= 0 for i in v) and v == sorted(set(v)),
+        default=(),
+    ),
 }
 """Every field of ``config.json`` that this server reads, in its official name. Others change no result."""
 
@@ -114,6 +124,15 @@ YARN_FIELDS: dict[str, Field] = {
     "attention_factor": _only(1, None, default=None),
 }
 """Fields of ``rope_scaling`` with type ``yarn``; an original context of 0 means no scaling, as in the reference."""
+
+QUANTIZATION_FIELDS: dict[str, Field] = {
+    "quant_method": _only("fp8"),
+    "fmt": _only("e4m3", default="e4m3"),
+    "scale_fmt": _only("ue8m0", default="ue8m0"),
+    "activation_scheme": _only("dynamic", default="dynamic"),
+    "weight_block_size": _only([128, 128], default=[128, 128]),
+}
+"""Fields of ``quantization_config``: what the official checkpoints say. Others are not read."""
 
 
 def read_fields(raw: Mapping[str, Any], table: Mapping[str, Field], where: str, prefix: str = "") -> dict[str, Any]:
@@ -150,6 +169,27 @@ def check_together(values: Mapping[str, Any], where: str) -> None:
     heads, groups = values["num_attention_heads"], values["o_groups"]
     if heads % groups:
         raise CheckpointError(f"{where}: o_groups is {groups}; it must divide num_attention_heads = {heads}")
+    if values["dspark_block_size"]:
+        _check_dspark(values, where)
+
+
+def _check_dspark(values: Mapping[str, Any], where: str) -> None:
+    n_layers, targets = values["num_hidden_layers"], values["dspark_target_layer_ids"]
+    stages = values["compress_ratios"][n_layers:]
+    if not stages or any(stages):
+        raise CheckpointError(
+            f"{where}: compress_ratios ends with {stages} behind the layers; a DSpark draft needs a {SLIDING} there "
+            "for each of its stages"
+        )
+    if not targets or targets[-1] >= n_layers:
+        raise CheckpointError(
+            f"{where}: dspark_target_layer_ids is {list(targets)}; it must name layers below num_hidden_layers = "
+            f"{n_layers}"
+        )
+    if (noise := values["dspark_noise_token_id"]) >= values["vocab_size"]:
+        raise CheckpointError(
+            f"{where}: dspark_noise_token_id is {noise}; it must be below vocab_size = {values['vocab_size']}"
+        )
 
 
 def saved_by_transformers(where: str, evidence: str) -> CheckpointError:

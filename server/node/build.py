@@ -17,7 +17,8 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from server.cache.allocator import Allocator
 from server.cache.arena import TORCH_DTYPES, Arena
 from server.cache.layout import ArenaLayout
-from server.cache.specs import CacheGeometry, LayoutError
+from server.cache.row_formats import chosen_index_dtype
+from server.cache.specs import LayoutError
 from server.chat.formats import ChatFormat
 from server.chat.registry import ChatFormatMissing, ChatSettings, chat_format
 from server.engine.engine import Engine
@@ -29,13 +30,17 @@ from server.faults.spec import FaultSet
 from server.kernels.choice import Kernels, choose_kernels
 from server.kernels.sampling import SampleKernel
 from server.memory import give_back
-from server.model.config import CheckpointError
+from server.model.config import CheckpointError, load_config
 from server.model.interface import LoadedModel
-from server.model.loader import load_model, model_fingerprint
-from server.model.state import state_components
-from server.node.checks import transport_factory
+from server.model.loader import load_checkpoint
+from server.model.numerics import NUMERICS
+from server.node.checks import check_device, transport_factory
 from server.node.context import NodeContext, NodeSettings
+from server.node.free_memory import FreeMemory, free_memory
+from server.node.memory_plan import MemoryPlan, plan_memory
 from server.node.options import NodeOptions
+from server.node.progress import reading_progress
+from server.sizes import size
 from server.telemetry.traces import TraceExporter
 from server.transfer.auth import Guard
 from server.transfer.deadlines import parse_deadlines
@@ -84,32 +89,26 @@ def build_resources(
     """
     disable_created_metrics()  # a second line for every counter, which nobody reads
     faults, deadlines = FaultSet.parse(options.faults, role), parse_deadlines(options.deadlines)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise CheckpointError("--device cuda: torch sees no CUDA device")
-    kernels = choose_kernels(options.kernels, options.device)
+    check_device(options.device)
+    kernels = choose_kernels(
+        options.kernels,
+        options.device,
+        options.numerics,
+        kv_dtype=options.kv_dtype,
+        index_dtype=options.index_dtype,
+    )
     log.info("%s kernels (%s)", kernels.identity, kernels.reason)
     tokenizer = _load_tokenizer(options.model, options.default_max_tokens)
     chat = _chat_format(tokenizer, options)
-    model = _load_model(options, kernels, draft=draft)
-    geometry = CacheGeometry(
-        page_size=options.page_size,
-        pages=options.pages + 1,  # item 0 is never handed out
-        slots=options.slots + 1,
-        window=model.config.sliding_window,
-        spec_tokens=spec_tokens,
-        components=state_components(model.config, options.dtype, spec_tokens, draft=draft),
+    plan = plan_memory(
+        load_config(options.model), options, _free_memory(options.device), draft=draft, spec_tokens=spec_tokens
     )
-    arena = _make_arena(geometry, options)
-    allocator = Allocator(geometry, permute_seed=options.permute_ids)
-    # a request also needs room for the tokens drafted behind its last one
-    max_context = min(model.config.max_position_embeddings, allocator.capacity_tokens - spec_tokens)
-    log.info(
-        "%s: %d state components in an arena of %.1f MiB, context %d tokens",
-        options.served_model_name,
-        len(geometry.components),
-        arena.nbytes / 2**20,
-        max_context,
-    )
+    for line in plan.lines():
+        log.info("memory: %s", line)
+    loaded = _load_model(options, kernels, draft=draft)
+    model = loaded.model
+    arena = _make_arena(plan, options)
+    allocator = Allocator(plan.geometry, permute_seed=options.permute_ids)
     runner, commands = ModelRunner(model, arena), queue.SimpleQueue[Command]()
     metrics = NodeMetrics(CollectorRegistry())
     metrics.show_kernels(kernels.identity, kernels.reason)
@@ -119,10 +118,11 @@ def build_resources(
         arena=arena,
         allocator=allocator,
         identity=ModelIdentity(
-            model=model_fingerprint(options.model),
+            model=loaded.fingerprint,
             tokenizer=tokenizer.fingerprint,
             dtype=options.dtype,
             kernels=kernels.identity,
+            numerics=options.numerics,
             deterministic=options.deterministic,
         ),
         tokenizer=tokenizer,
@@ -131,10 +131,10 @@ def build_resources(
         hooks=hooks_of(faults, arena),
         traces=TraceExporter(options.otlp, role, _instance(options), metrics.registry) if options.otlp else None,
     )
-    n_default = min(tokenizer.sampling_defaults.max_tokens, max_context - 1)
+    n_default = min(tokenizer.sampling_defaults.max_tokens, plan.context - 1)
     settings = NodeSettings(
         model_name=options.served_model_name,
-        max_context=max_context,
+        max_context=plan.context,
         spec_tokens=spec_tokens,
         max_queue=options.max_queue,
         keep_rooms=options.keep_rooms,
@@ -146,7 +146,10 @@ def build_resources(
             "model_type": "deepseek_v4",
             "architectures": ["DeepseekV4ForCausalLM"],
             "kernels_reason": kernels.reason,
+            "kv_dtype": options.kv_dtype,
+            "index_dtype": chosen_index_dtype(options.kv_dtype, options.index_dtype),
             "draft": runner.drafts,
+            "checkpoint_draft": loaded.draft_of_checkpoint,
             "chat_format": chat.name,
             "can_think": chat.can_think,
             "default_max_tokens": n_default,
@@ -161,15 +164,28 @@ def _instance(options: NodeOptions) -> str:
     return f"{options.host}:{options.port}"
 
 
-def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> LoadedModel:
-    model = load_model(
-        options.model,
-        dtype=TORCH_DTYPES[options.dtype],
-        device=options.device,
-        deterministic=options.deterministic,
-        draft=draft,
-    )
-    loaded = kernels.take(model)
+@dataclass(frozen=True)
+class _Loaded:
+    """A model, the fingerprint of its files, and what kind of draft they carry."""
+
+    model: LoadedModel
+    fingerprint: str
+    draft_of_checkpoint: str
+
+
+def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> _Loaded:
+    with reading_progress("weights") as on_progress:
+        checkpoint = load_checkpoint(
+            options.model,
+            dtype=TORCH_DTYPES[options.dtype],
+            device=options.device,
+            deterministic=options.deterministic,
+            draft=draft,
+            numerics=NUMERICS[options.numerics],
+            on_progress=on_progress,
+        )
+    loaded = _Loaded(kernels.take(checkpoint.network), checkpoint.fingerprint, checkpoint.draft)
+    del checkpoint
     give_back()
     return loaded
 
@@ -194,12 +210,24 @@ def _chat_format(tokenizer: Tokenizer, options: NodeOptions) -> ChatFormat:
     return chat
 
 
-def _make_arena(geometry: CacheGeometry, options: NodeOptions) -> Arena:
-    layout = ArenaLayout.from_geometry(geometry)
+def _free_memory(device: str) -> FreeMemory | None:
+    """Of the device that weights and pools are for."""
+    if device != "cpu":
+        free, _ = torch.cuda.mem_get_info(device)
+        return FreeMemory(free, "of the GPU")
+    try:
+        return free_memory()
+    except OSError as error:
+        log.warning("memory: this system does not say how much is free (%s)", error)
+        return None
+
+
+def _make_arena(plan: MemoryPlan, options: NodeOptions) -> Arena:
+    layout = ArenaLayout.from_geometry(plan.geometry)
     try:
         return Arena(layout, options.device, poison=options.poison)
     except (MemoryError, RuntimeError) as error:
         raise LayoutError(
-            f"{options.pages} pages and {options.slots} slots need {layout.nbytes / 2**30:.1f} GiB: give fewer "
-            f"--pages or --slots ({error})"
+            f"{plan.pages} pages and {plan.slots} slots need {size(layout.nbytes)}: give fewer --pages or --slots "
+            f"({error})"
         ) from error

@@ -15,8 +15,8 @@ import pytest
 
 from server.cache.live import LIVE_RULES
 from server.engine.tokenizer import Tokenizer
+from server.model.fingerprint import model_fingerprint
 from server.model.interface import LoadedModel
-from server.model.loader import model_fingerprint
 from server.model.state import state_components
 from tests.support.checkpoints import BUNDLED
 from tests.support.http import http_server
@@ -58,9 +58,12 @@ UNFIT = {
     "model": (Side(identity=replace(SAME, model="another-model")), Side(), "another-model", "model"),
     "tokenizer": (Side(identity=replace(SAME, tokenizer="other-words")), Side(), "other-words", "tokenizer"),
     "dtype": (Side(identity=replace(SAME, dtype="bfloat16")), Side(), "bfloat16", "float32"),
+    "numerics": (Side(identity=replace(SAME, numerics="official")), Side(), "official", "plain"),
     "kernels": (Side(identity=replace(SAME, kernels="kernels-b")), Side(), "kernels-b", "kernels"),
     "page_size": (Side(page_size=128), Side(), "128", "256"),
     "components.swa.dtype": (Side(components=changed("swa", dtype="bfloat16")), Side(), "bfloat16", "float32"),
+    "components.c4_kv.dtype": (Side(kv_dtype="fp8"), Side(), "fp8_kv", "float32"),
+    "components.c4_index.dtype": (Side(index_dtype="mxfp4"), Side(index_dtype="fp8"), "mxfp4_index", "fp8_index"),
     "components.c4_kv.layer_ids": (Side(components=changed("c4_kv", layer_ids=(1,))), Side(), "(1,)", "(1, 3)"),
     "components.draft_swa": (Side(), Side(components=with_draft_window), "absent", "present"),
     **{f"components.{name}": (Side(components=without(name)), Side(), "absent", "present") for name in COMPONENTS},

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-from server.model.config import CheckpointError, ModelConfig, load_config
-from server.model.fields import FIELDS, YARN_FIELDS
+from server.model.config import CheckpointError, ModelConfig, Quantization, load_config
+from server.model.fields import FIELDS, QUANTIZATION_FIELDS, YARN_FIELDS
 from server.model.loader import load_model
 from server.model.moe import clamped_swiglu
 from tests.support.checkpoints import BUNDLED, SMALL, write_checkpoint
@@ -60,7 +60,7 @@ BAD: dict[str, list[Any]] = {
     "attention_bias": [True, *SWITCH],
     "mlp_bias": [True, *SWITCH],
     "hidden_act": ["gelu", None],
-    "expert_dtype": ["fp4", "fp8", 3],
+    "expert_dtype": ["fp4", "fp8", 3],  # without quantization_config
 }
 BAD_YARN: dict[str, list[Any]] = {
     "factor": [*NUMBER, 0, 0.5],
@@ -69,7 +69,26 @@ BAD_YARN: dict[str, list[Any]] = {
     "original_max_position_embeddings": [-1, 1.5, True, None, "512"],
     "attention_factor": [0.5, "1"],
 }
-DERIVED = {"rope_dim": "qk_rope_head_dim", "yarn": "rope_scaling", "draft_ratio": "compress_ratios"}
+OFFICIAL = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+BAD_QUANTIZATION: dict[str, list[Any]] = {
+    "quant_method": ["awq", None, 8],
+    "fmt": ["e5m2", None],
+    "scale_fmt": ["float", None],
+    "activation_scheme": ["static", None],
+    "weight_block_size": [[64, 64], [128], None, 128],
+}
+DERIVED = {
+    "rope_dim": "qk_rope_head_dim",
+    "yarn": "rope_scaling",
+    "draft_ratio": "compress_ratios",
+    "quantization": "expert_dtype",
+}
 
 
 def config_of(path: Path, **changes: Any) -> ModelConfig:
@@ -81,6 +100,7 @@ def config_of(path: Path, **changes: Any) -> ModelConfig:
 def test_every_field_has_its_bad_values() -> None:
     assert BAD.keys() == FIELDS.keys()
     assert BAD_YARN.keys() == YARN_FIELDS.keys()
+    assert BAD_QUANTIZATION.keys() == QUANTIZATION_FIELDS.keys()
     read = {DERIVED.get(field.name, field.name) for field in fields(ModelConfig)}
     assert read <= FIELDS.keys() | {"rope_scaling"}
 
@@ -89,8 +109,7 @@ def test_every_field_has_its_bad_values() -> None:
 def test_a_bad_value_is_refused_by_the_name_of_its_field(name: str, tmp_path: Path) -> None:
     for value in BAD[name]:
         if name in SMALL or value is not None or FIELDS[name].default is not None:
-            message = "quantized" if name == "expert_dtype" else rf"config\.json: .*\b{name}\b.*"
-            with pytest.raises(CheckpointError, match=message):
+            with pytest.raises(CheckpointError, match=rf"config\.json: .*\b{name}\b.*"):
                 config_of(tmp_path, **{name: value})
 
 
@@ -106,6 +125,29 @@ def test_a_bad_value_of_the_scaling_is_refused_by_name(name: str, tmp_path: Path
         if value is not None or YARN_FIELDS[name].default is not None:
             with pytest.raises(CheckpointError, match=r"rope_scaling\.(beta_slow|" + name + ")"):
                 config_of(tmp_path, rope_scaling={**SMALL["rope_scaling"], name: value})
+
+
+@pytest.mark.parametrize("name", BAD_QUANTIZATION)
+def test_another_quantization_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    for value in BAD_QUANTIZATION[name]:
+        with pytest.raises(CheckpointError, match=rf"quantization_config\.{name}"):
+            config_of(tmp_path, quantization_config={**OFFICIAL, name: value})
+
+
+@pytest.mark.parametrize(
+    ("expert_dtype", "expected"),
+    [
+        ("fp4", Quantization("fp8", "fp4")),
+        ("fp8", Quantization("fp8", "fp8")),
+        ("bf16", Quantization("fp8", "")),
+        (None, Quantization("fp8", "fp4", experts_stated=False)),
+    ],
+)
+def test_the_config_says_how_weights_are_stored(
+    expert_dtype: str | None, expected: Quantization, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, quantization_config=OFFICIAL, expert_dtype=expert_dtype)
+    assert config.quantization == expected
 
 
 @pytest.mark.parametrize("scaling", [[], "yarn", {"type": "linear", "factor": 2}, {"type": "yarn", "factor": 2}])
