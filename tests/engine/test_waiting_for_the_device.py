@@ -11,7 +11,7 @@ import torch
 
 from server.cache.layout import Placement
 from server.engine import runner, sampler
-from server.engine.events import Cancel, ComputeFailed, Finished, Generate, Prefill, PrefillFinished, Scrub
+from server.engine.events import Cancel, ComputeFailed, Event, Finished, Generate, Prefill, PrefillFinished, Scrub
 from server.engine.request import GenerationRequest, SamplingParams
 from server.engine.runner import ModelRunner
 from server.engine.sampler import NonFiniteLogits, RowSampling, read_best, sample
@@ -71,9 +71,12 @@ def draft_model() -> LoadedModel:
 @pytest.fixture
 def harness(draft_model: LoadedModel, tokenizer: Tokenizer, log: Log) -> Iterator[Harness]:
     made = Harness(draft_model, tokenizer, k=3)
-    put = made.events.put
-    made.events.put = lambda event: (log.append(type(event).__name__), put(event))[1]  # type: ignore[method-assign]
-    made.engine._on_event = made.events.put  # noqa: SLF001
+
+    def put(event: Event) -> None:
+        log.append(type(event).__name__)
+        made.events.put(event)
+
+    made.engine._on_event = put  # noqa: SLF001
     yield made
     made.engine.stop()
 
@@ -129,7 +132,7 @@ def test_a_decode_step_waits_for_nothing_but_its_tokens(harness: Harness, log: L
 class Far(torch.Tensor):
     """A tensor that says that it is not in the host's memory."""
 
-    is_cpu = False  # type: ignore[assignment]
+    is_cpu = False
 
 
 def test_of_greedy_rows_one_number_each_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
