@@ -11,7 +11,7 @@ import torch
 
 from server.cache.layout import Placement
 from server.engine import runner, sampler
-from server.engine.events import Cancel, ComputeFailed, Event, Finished, Generate, Prefill, PrefillFinished, Scrub
+from server.engine.events import Cancel, ComputeFailed, Finished, Generate, Prefill, PrefillFinished, Scrub
 from server.engine.request import GenerationRequest, SamplingParams
 from server.engine.runner import ModelRunner
 from server.engine.sampler import NonFiniteLogits, RowSampling, read_best, sample
@@ -71,12 +71,13 @@ def draft_model() -> LoadedModel:
 @pytest.fixture
 def harness(draft_model: LoadedModel, tokenizer: Tokenizer, log: Log) -> Iterator[Harness]:
     made = Harness(draft_model, tokenizer, k=3)
+    put = made.events.put
 
-    def put(event: Event) -> None:
+    def put_and_note(event: Any) -> None:
         log.append(type(event).__name__)
-        made.events.put(event)
+        put(event)
 
-    made.engine._on_event = put  # noqa: SLF001
+    made.engine._on_event = put_and_note  # noqa: SLF001
     yield made
     made.engine.stop()
 
