@@ -74,7 +74,7 @@ def transformed(x: torch.Tensor) -> torch.Tensor:
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < x.shape[-1]:
         matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
-    return x @ matrix / len(matrix) ** 0.5
+    return x @ matrix / math.sqrt(len(matrix))
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

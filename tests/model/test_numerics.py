@@ -210,7 +210,8 @@ def test_all_layers_of_a_network_have_the_same(tmp_path: Path, numerics: Numeric
     model = load_model(tmp_path, draft=True, numerics=numerics)
     layers = [module for module in model.modules() if isinstance(module, NumericsLayer)]
     assert len(layers) > 50
-    assert all(layer.numerics is numerics for layer in (model, *layers))
+    assert model.numerics is numerics
+    assert all(layer.numerics is numerics for layer in layers)
 
 
 def test_what_the_reference_quantizes_is_taken_for_quantized(tmp_path: Path) -> None:
