@@ -13,6 +13,13 @@ class Dtype(IntEnum):
     BF16 = 1
 
 
+class Encoding(IntEnum):
+    STORED_FP32 = 0
+    STORED_BF16 = 1
+    STORED_FP8 = 2
+    STORED_FP4 = 3
+
+
 class Status(IntEnum):
     OK = 0
     OUT_OF_MEMORY = 1
@@ -25,9 +32,33 @@ class Status(IntEnum):
     INTERNAL = 8
 
 
+class StoredTensor(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("data", "scale")),
+        *((name, c_int32) for name in ("rows", "columns", "encoding", "rounds", "every_step", "pad")),
+    ]
+
+
+class StoredPart(Structure):
+    _fields_ = [(name, c_int32) for name in ("tensor", "first_row", "first_column", "rows")]
+
+
+class StoredMatrix(Structure):
+    _fields_ = [
+        ("weights", c_void_p),
+        ("parts", POINTER(StoredPart)),
+        *((name, c_int32) for name in ("n_parts", "pad")),
+    ]
+
+
 class Matrix(Structure):
     data: int | None
-    _fields_ = [("data", c_void_p), *((name, c_int32) for name in ("in", "out", "panel", "dtype"))]
+    quantized_input: int
+    _fields_ = [
+        ("data", c_void_p),
+        ("stored", POINTER(StoredMatrix)),
+        *((name, c_int32) for name in ("in", "out", "panel", "dtype", "quantized_input", "pad")),
+    ]
 
 
 class GroupedMatrix(Structure):
@@ -76,7 +107,7 @@ class Attention(Structure):
     compressor: Compressor
     indexer: Compressor
     _fields_ = [
-        *((name, Matrix) for name in ("in_proj", "state_proj", "q_proj")),
+        *((name, Matrix) for name in ("in_proj", "index_proj", "state_proj", "q_proj")),
         *((name, GroupedMatrix) for name in ("wo_a", "wo_b")),
         *((name, c_void_p) for name in ("q_norm", "kv_norm", "sink")),
         ("swa", Pool),
@@ -142,8 +173,8 @@ class Step(Structure):
 
 
 STRUCTURES = (
-    Matrix, GroupedMatrix, Pool, RopeTable, HyperConnection, Compressor, Attention, Experts, Layer, Draft, Network,
-    Step,
+    StoredTensor, StoredPart, StoredMatrix, Matrix, GroupedMatrix, Pool, RopeTable, HyperConnection, Compressor,
+    Attention, Experts, Layer, Draft, Network, Step,
 )  # fmt: skip
 
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {

@@ -46,6 +46,24 @@ def test_weights_move_from_one_model_to_the_other() -> None:
     assert n_bytes <= held < 1.5 * n_bytes, "panels are padded to whole vectors, which small matrices feel most"
 
 
+def test_matrices_say_whose_inputs_the_reference_quantizes() -> None:
+    kernels = choose_kernels("auto", "cpu")
+    if kernels.library is None:
+        pytest.skip(kernels.reason)
+    model = load_model(BUNDLED)
+    stored = (".wq_a", ".wq_b", ".wkv", ".wo_a", ".wo_b", ".w1", ".w2", ".w3")
+    for name, module in model.named_modules():
+        if f".{name}".endswith(stored) and "compressor" not in name:
+            module.quantized = "fp8"  # type: ignore[assignment]
+    layers = PackedModel(model, kernels.library).weights.layers
+    for layer in layers:
+        attention, experts = layer.attention, layer.experts
+        yes = [attention.in_proj, attention.q_proj, attention.wo_b.first, experts.up[0], experts.down[0]]
+        no = [attention.index_proj, attention.state_proj, attention.wo_a.first, experts.gate, layer.hc_attn.fn]
+        assert [each.quantized_input for each in yes] == [1] * len(yes)
+        assert [each.quantized_input for each in no] == [0] * len(no)
+
+
 @pytest.mark.parametrize(
     ("segment", "row", "words"),
     [

@@ -1,6 +1,6 @@
 // One layer's attention. K and V of a token are one shared row kv of `head_dim` channels.
 //
-//     y = in_proj(x) = [q_low | kv | index weights],  q = q_proj(q_norm(q_low)) = [heads | index heads]
+//     y = in_proj(x) = [q_low | kv],  index weights = index_proj(x),  q = q_proj(q_norm(q_low)) = [heads | index heads]
 //     a row of kv is kv_norm'ed and rotated; a head of q is divided by its own RMS and rotated
 //     candidates of a row: the window's rows, oldest first, then the compressed entries it reads, ascending
 //     out[head] = sum softmax(q . k / sqrt(head_dim), with a sink logit that has no value) k, rotated back
@@ -40,9 +40,10 @@ struct Rows {
     const Attention& layer;
     const RopeTable& rope;
     const Step& step;
-    const float* y;  // [rows, in_proj.out]
-    const T* kv;     // [rows, head_dim] in the window pool's dtype
-    float *q, *out;  // [rows, q_proj.out], [rows, heads head_dim]
+    const float* y;              // [rows, in_proj.out]
+    const float* index_weights;  // [rows, index_proj.out]
+    const T* kv;                 // [rows, head_dim] in the window pool's dtype
+    float *q, *out;              // [rows, q_proj.out], [rows, heads head_dim]
 };
 
 // The working memory of one thread.
@@ -93,7 +94,7 @@ int64_t list_compressed(const Rows<T>& rows, int64_t row, const float* turns, co
     float* query = rows.q + row * layer.q_proj.out + layer.heads * layer.head_dim;
     for (int h = 0; h < layer.index_heads; h++)
         rotate(query + (h + 1) * layer.index_dim - layer.rope_dim, turns, layer.rope_dim);
-    const float* weights = rows.y + row * layer.in_proj.out + layer.q_rank + layer.head_dim;
+    const float* weights = rows.index_weights + row * layer.index_proj.out;
     score_entries(layer, query, weights, pages, visible, work.indexer);
     pick_best(work.indexer.scores, visible, read, work.indexer.ranks, work.picked);
     list_entries(layer.compressor.entries, pages, visible, work.entries);
@@ -201,7 +202,12 @@ void attention_as(const Attention& layer, const RopeTable& rope, const Step& ste
     Scratch::Frame frame(scratch);
     const int64_t rows = step.rows;
     float* y = scratch.floats(rows * layer.in_proj.out);
-    linear(layer.in_proj, x, layer.in_proj.in, rows, y, layer.in_proj.out, step.threads);
+    float* index_weights = scratch.floats(rows * layer.index_proj.out);
+    Product projections[] = {
+        {&layer.in_proj, x, layer.in_proj.in, rows, y, layer.in_proj.out, 0},
+        {&layer.index_proj, x, layer.index_proj.in, rows, index_weights, layer.index_proj.out, 0},
+    };
+    linear_all(projections, layer.index_proj.out ? 2 : 1, step.threads);
     T* kv = scratch.array<T>(rows * layer.head_dim);
     parallel_for(rows, rows * (layer.q_rank + layer.head_dim) * 4, step.threads, [&](int64_t row) {
         float* low = y + row * layer.in_proj.out;
@@ -221,7 +227,7 @@ void attention_as(const Attention& layer, const RopeTable& rope, const Step& ste
     }
 
     float* attended = scratch.floats(rows * layer.heads * layer.head_dim);
-    attend_all(Rows<T>{layer, rope, step, y, kv, q, attended}, scratch);
+    attend_all(Rows<T>{layer, rope, step, y, index_weights, kv, q, attended}, scratch);
     write_ring(layer.swa, step, kv, layer.head_dim);
     project(layer, step, attended, out, scratch);
 }

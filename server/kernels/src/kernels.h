@@ -10,15 +10,43 @@
 #pragma GCC visibility push(default)  // everything else stays inside the library
 extern "C" {
 
-enum Dtype : int32_t { FP32 = 0, BF16 = 1 };  // quantized kinds follow with the checkpoints that need them
+enum Dtype : int32_t { FP32 = 0, BF16 = 1 };
 
-// A weight matrix [out, in], packed by kernels_pack into panels of `panel` output columns.
-struct Matrix {
-    const void* data;
-    int32_t in, out, panel, dtype;
+// How a checkpoint's file stores the numbers of a weight.
+enum Encoding : int32_t { STORED_FP32 = 0, STORED_BF16 = 1, STORED_FP8 = 2, STORED_FP4 = 3 };
+
+// A tensor [rows, columns] of a file that is mapped into memory, row by row. FP8 is e4m3; FP4 is e2m1, two in a byte, the
+// low half first. `scale` is E8M0: one for 128 x 128 numbers of FP8, for 1 x 32 of FP4; null for the others.
+struct StoredTensor {
+    const uint8_t *data, *scale;
+    int32_t rows, columns, encoding;
+    int32_t rounds;      // 1: numbers are rounded to bf16, as the weight would be if it were loaded
+    int32_t every_step;  // 1: every step reads it; 0: an expert's
+    int32_t pad;
 };
 
-// `groups` matrices [out, in] one after the other, each packed by itself, `stride` bytes apart.
+// Some rows of a StoredTensor (by its number), from a column on.
+struct StoredPart {
+    int32_t tensor, first_row, first_column, rows;
+};
+
+// A weight that stays in its file: parts of tensors, one below the other. `weights` is what kernels_weights made.
+struct StoredMatrix {
+    void* weights;
+    const StoredPart* parts;
+    int32_t n_parts, pad;
+};
+
+// A weight matrix [out, in]: in memory, packed by kernels_pack into panels of `panel` output columns, or `stored`.
+struct Matrix {
+    const void* data;
+    const StoredMatrix* stored;  // null: `data` has it
+    int32_t in, out, panel, dtype;
+    int32_t quantized_input;  // 1: the checkpoint stores it in FP8 or FP4, and its reference quantizes what it multiplies
+    int32_t pad;
+};
+
+// `groups` matrices [out, in]: packed each by itself, `stride` bytes apart, or `first.stored` and the ones behind it.
 struct GroupedMatrix {
     Matrix first;
     int64_t stride;
@@ -67,7 +95,8 @@ struct Compressor {
 };
 
 struct Attention {
-    Matrix in_proj;       // rows: wq_a [q_rank], wkv [head_dim], then weights_proj [index_heads] in CSA layers
+    Matrix in_proj;       // rows: wq_a [q_rank], wkv [head_dim]
+    Matrix index_proj;    // rows: weights_proj [index_heads] in CSA layers; out = 0: none
     Matrix state_proj;    // rows: wkv, wgate of the compressor, then of the indexer's compressor (fp32); out = 0: none
     Matrix q_proj;        // rows: wq_b [heads head_dim], then the indexer's wq_b [index_heads index_dim]
     GroupedMatrix wo_a;   // each group [o_rank, heads head_dim / groups]
