@@ -70,6 +70,7 @@ def decode_manifest(info: dict[str, Any], session: str, *, draft: bool = False) 
             info["dtype"],
             info["kernels"],
             info["deterministic"],
+            info["numerics"],
         ),
         TransportIdentity("mooncake", "any", "tcp"),
         layout,

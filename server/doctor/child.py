@@ -29,6 +29,7 @@ def compute(plan: NodePlan) -> Iterator[Finding]:
         "model": str(options.model),
         "device": options.device,
         "kernels": options.kernels,
+        "numerics": options.numerics,
         "draft": plan.draft,
         "chat": [options.chat_format, options.tool_parser, options.reasoning_parser],
         "device_nbytes": _on_device(plan),

@@ -46,7 +46,7 @@ def try_torch(request: dict[str, Any]) -> list[Finding]:
 def try_kernels(request: dict[str, Any]) -> list[Finding]:
     from server.kernels.choice import PYTHON, choose_kernels
 
-    kernels = choose_kernels(request["kernels"], request["device"])
+    kernels = choose_kernels(request["kernels"], request["device"], request["numerics"])
     words = f"{kernels.identity} ({kernels.reason})"
     if kernels.name == PYTHON and request["kernels"] != PYTHON and request["device"] == "cpu":
         return [warning("kernels", f"the model in Python would run, many times slower: {kernels.reason}")]
@@ -55,11 +55,12 @@ def try_kernels(request: dict[str, Any]) -> list[Finding]:
 
 def try_tensors(request: dict[str, Any]) -> list[Finding]:
     from server.model.loader import check_tensors, has_draft
+    from server.model.numerics import NUMERICS
 
     model = Path(request["model"])
     check_model(model)
     draft = has_draft(model) if request["draft"] is None else request["draft"]
-    n_tensors = check_tensors(model, draft=draft)
+    n_tensors = check_tensors(model, draft=draft, numerics=NUMERICS[request["numerics"]])
     return [ok("tensors", f"all {n_tensors} are there in the shapes of config.json")]
 
 

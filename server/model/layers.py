@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from server.model.batch_invariant import sigmoid
+from server.model.batch_invariant import sigmoid, unit_rms
+from server.model.numerics import NumericsLayer
 
 ROW_TILE = 16
 """Rows of one GEMM in deterministic mode: a row's result then depends on nothing else in the batch."""
@@ -42,8 +43,11 @@ def pad_rows(x: torch.Tensor, row_tile: int) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 
 
-class Linear(nn.Module):
+class Linear(NumericsLayer):
     """A bias-free linear map ``[rows, in] -> [rows, out]``, key ``<name>.weight``."""
+
+    quantized = ""
+    """How the checkpoint stores the weight: ``fp8``, ``fp4``, or as it is."""
 
     def __init__(self, n_in: int, n_out: int, row_tile: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -51,7 +55,7 @@ class Linear(nn.Module):
         self.row_tile = row_tile
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return matmul_rows(x, self.weight, self.row_tile)
+        return matmul_rows(self.numerics.linear_input(x, self.quantized), self.weight, self.row_tile)
 
 
 class RMSNorm(nn.Module):
@@ -63,16 +67,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (_unit_rms(x.float(), self.eps) * self.weight).to(x.dtype)
-
-
-def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x / sqrt(mean(x^2) + eps)`` over the last axis, computed in fp32 and cast back."""
-    return _unit_rms(x.float(), eps).to(x.dtype)
-
-
-def _unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    return x * (x * x).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        return (unit_rms(x.float(), self.eps) * self.weight).to(x.dtype)
 
 
 class HyperConnection(nn.Module):

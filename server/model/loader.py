@@ -14,6 +14,7 @@ from server.model.config import SLIDING, CheckpointError, ModelConfig, load_conf
 from server.model.fields import saved_by_transformers
 from server.model.layers import ROW_TILE
 from server.model.network import DeepseekV4
+from server.model.numerics import PLAIN, Numerics, check_numerics
 from server.model.tensor_files import TensorHeader, tensor_files, tensor_headers
 
 _HC = re.compile(r"^(.*\.)?(hc_attn|hc_ffn|hc_head)_(fn|base|scale)$")
@@ -27,6 +28,7 @@ def load_model(
     device: str = "cpu",
     deterministic: bool = True,
     draft: bool = False,
+    numerics: Numerics = PLAIN,
 ) -> DeepseekV4:
     """Builds the network of ``model_dir`` and fills it, in ``dtype`` except where the model computes in fp32.
 
@@ -34,7 +36,7 @@ def load_model(
     the NextN layer is loaded too, and its absence or another kind of draft is an error; without, ``mtp.*`` is left
     alone.
     """
-    model, wanted = _matched(model_dir, dtype=dtype, deterministic=deterministic, draft=draft)
+    model, wanted = _matched(model_dir, dtype=dtype, deterministic=deterministic, draft=draft, numerics=numerics)
     expected = dict(model.named_parameters())
     state: dict[str, torch.Tensor] = {}
     for file in dict.fromkeys(header.file for header in wanted.values()):
@@ -47,16 +49,16 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def check_tensors(model_dir: Path, *, draft: bool = False) -> int:
+def check_tensors(model_dir: Path, *, draft: bool = False, numerics: Numerics = PLAIN) -> int:
     """Whether :func:`load_model` would find every tensor in the shape that it needs, by the headers of the files; their
     number. Raises what it raises.
     """
-    _, wanted = _matched(model_dir, dtype=torch.float32, deterministic=True, draft=draft)
+    _, wanted = _matched(model_dir, dtype=torch.float32, deterministic=True, draft=draft, numerics=numerics)
     return len(wanted)
 
 
 def _matched(
-    model_dir: Path, *, dtype: torch.dtype, deterministic: bool, draft: bool
+    model_dir: Path, *, dtype: torch.dtype, deterministic: bool, draft: bool, numerics: Numerics
 ) -> tuple[DeepseekV4, dict[str, TensorHeader]]:
     """The network, without memory, and the tensor of each of its parameters (by name)."""
     config = load_config(model_dir)
@@ -65,6 +67,7 @@ def _matched(
             f"{model_dir}: the checkpoint is quantized ({config.quantization.linears}), which is not supported yet; "
             "convert it to bfloat16 or float32"
         )
+    check_numerics(numerics, config, str(model_dir))
     headers = tensor_headers(model_dir)
     keys = [header.key for header in headers]
     if renamed := sorted(key for key in keys if key.startswith(("model.", "lm_head."))):
@@ -72,7 +75,7 @@ def _matched(
     if draft:
         _check_draft(model_dir, config, keys)
     with torch.device("meta"):
-        model = DeepseekV4(config, dtype, ROW_TILE if deterministic else 0, draft=draft)
+        model = DeepseekV4(config, dtype, ROW_TILE if deterministic else 0, draft=draft, numerics=numerics)
     expected = dict(model.named_parameters())
     wanted = {_parameter_name(header.key): header for header in headers if draft or not header.key.startswith("mtp.")}
     _check_names(model_dir, expected.keys(), {header.key: name for name, header in wanted.items()})

@@ -31,6 +31,7 @@ from server.memory import give_back
 from server.model.config import CheckpointError
 from server.model.interface import LoadedModel
 from server.model.loader import load_model, model_fingerprint
+from server.model.numerics import NUMERICS
 from server.model.state import state_components
 from server.node.checks import transport_factory
 from server.node.context import NodeContext, NodeSettings
@@ -85,7 +86,7 @@ def build_resources(
     faults, deadlines = FaultSet.parse(options.faults, role), parse_deadlines(options.deadlines)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CheckpointError("--device cuda: torch sees no CUDA device")
-    kernels = choose_kernels(options.kernels, options.device)
+    kernels = choose_kernels(options.kernels, options.device, options.numerics)
     log.info("%s kernels (%s)", kernels.identity, kernels.reason)
     tokenizer = _load_tokenizer(options.model, options.default_max_tokens)
     _check_chat(tokenizer, options)
@@ -122,6 +123,7 @@ def build_resources(
             tokenizer=tokenizer.fingerprint,
             dtype=options.dtype,
             kernels=kernels.identity,
+            numerics=options.numerics,
             deterministic=options.deterministic,
         ),
         tokenizer=tokenizer,
@@ -165,6 +167,7 @@ def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> Loade
         device=options.device,
         deterministic=options.deterministic,
         draft=draft,
+        numerics=NUMERICS[options.numerics],
     )
     loaded = kernels.take(model)
     give_back()

@@ -161,6 +161,13 @@ class NodeOptions:
         default="auto",
         choices=("auto", "cpu", "python"),
     )
+    numerics: str = option(
+        "compute",
+        "plain: the formulas in --dtype; official: also rounded where the reference quantizes (docs/numerics.md). Both "
+        "nodes of a pair need the same",
+        default="plain",
+        choices=("plain", "official"),
+    )
     deterministic: bool = option(
         "compute",
         "results do not depend on the rest of the batch (default: on with --device cpu)",

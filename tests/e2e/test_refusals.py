@@ -58,6 +58,7 @@ UNFIT = {
     "model": (Side(identity=replace(SAME, model="another-model")), Side(), "another-model", "model"),
     "tokenizer": (Side(identity=replace(SAME, tokenizer="other-words")), Side(), "other-words", "tokenizer"),
     "dtype": (Side(identity=replace(SAME, dtype="bfloat16")), Side(), "bfloat16", "float32"),
+    "numerics": (Side(identity=replace(SAME, numerics="official")), Side(), "official", "plain"),
     "kernels": (Side(identity=replace(SAME, kernels="kernels-b")), Side(), "kernels-b", "kernels"),
     "page_size": (Side(page_size=128), Side(), "128", "256"),
     "components.swa.dtype": (Side(components=changed("swa", dtype="bfloat16")), Side(), "bfloat16", "float32"),
