@@ -58,7 +58,9 @@ class RogueFailed(Exception):
 def decode_manifest(info: dict[str, Any], session: str, *, draft: bool = False) -> Manifest:
     """What a decode node says that fits the prefill node whose ``/server_info`` is ``info``."""
     config = load_config(BUNDLED_MODEL)
-    components = state_components(config, info["dtype"], 0, draft=draft)
+    components = state_components(
+        config, info["dtype"], 0, draft=draft, kv_dtype=info["kv_dtype"], index_dtype=info["index_dtype"]
+    )
     geometry = CacheGeometry(info["page_size"], PAGES + 1, SLOTS + 1, config.sliding_window, 0, components)
     layout = ArenaLayout.from_geometry(geometry)
     return build_manifest(

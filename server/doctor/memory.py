@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from server.cache.layout import ArenaLayout
-from server.cache.specs import ITEMSIZE, CacheGeometry
+from server.cache.row_formats import ITEMSIZE
+from server.cache.specs import CacheGeometry
 from server.doctor.findings import Finding, error, ok, warning
 from server.doctor.plan import NodePlan
 from server.model.config import load_config
@@ -74,7 +75,14 @@ def needed_memory(plan: NodePlan) -> NeededMemory:
         slots=options.slots + 1,
         window=config.sliding_window,
         spec_tokens=plan.spec_tokens,
-        components=state_components(config, options.dtype, plan.spec_tokens, draft=draft),
+        components=state_components(
+            config,
+            options.dtype,
+            plan.spec_tokens,
+            draft=draft,
+            kv_dtype=options.kv_dtype,
+            index_dtype=options.index_dtype,
+        ),
     )
     loaded = [header for header in headers if draft or not header.key.startswith("mtp.")]
     weights = sum(h.n_elements * (8 if h.dtype in _INTEGERS else ITEMSIZE[options.dtype]) for h in loaded)

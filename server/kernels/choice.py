@@ -14,7 +14,6 @@ from server.kernels.model import PackedModel
 from server.kernels.sampling import SampleKernel
 from server.model.interface import LoadedModel
 from server.model.network import DeepseekV4
-from server.model.numerics import PLAIN
 
 AUTO, CPU, PYTHON = "auto", "cpu", "python"
 CHOICES = (AUTO, CPU, PYTHON)
@@ -48,19 +47,15 @@ class Kernels:
         return model if self.library is None else PackedModel(model, self.library)
 
 
-def choose_kernels(wanted: str, device: str, numerics: str = PLAIN.name) -> Kernels:
-    """The kernels for ``wanted`` (one of :data:`CHOICES`) on ``device``, computing as ``--numerics`` of that name.
+def choose_kernels(wanted: str, device: str) -> Kernels:
+    """The kernels for ``wanted`` (one of :data:`CHOICES`) on ``device``.
 
     Raises :class:`KernelsUnavailable` if they are demanded and cannot be had.
     """
     if wanted == PYTHON:
         return _python("--kernels python")
-    reason = ""
     if device != "cpu":
         reason = f"the kernels compute on the CPU, not with --device {device}"
-    elif numerics != PLAIN.name:
-        reason = f"the kernels compute --numerics {PLAIN.name}, not {numerics}"
-    if reason:
         if wanted == CPU:
             raise KernelsUnavailable(f"--kernels cpu: {reason}")
         return _python(reason)

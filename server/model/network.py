@@ -126,7 +126,7 @@ class PythonModel:
     """A :class:`DeepseekV4` bound to one arena (see :class:`.interface.BoundModel`)."""
 
     def __init__(self, model: DeepseekV4, arena: Arena) -> None:
-        self._model, self._arena, self._pools = model, arena, Pools(arena)
+        self._model, self._arena, self._pools = model, arena, Pools(arena, model.config, model.dtype)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], *, every_row: bool, with_hidden: bool = False) -> ForwardOutput:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from server.cache.allocator import Allocator
 from server.cache.arena import TORCH_DTYPES, Arena
 from server.cache.layout import ArenaLayout
+from server.cache.row_formats import chosen_index_dtype
 from server.cache.specs import CacheGeometry, LayoutError
 from server.chat.registry import ChatFormatMissing, ChatSettings, chat_format
 from server.engine.engine import Engine
@@ -86,7 +87,7 @@ def build_resources(
     faults, deadlines = FaultSet.parse(options.faults, role), parse_deadlines(options.deadlines)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CheckpointError("--device cuda: torch sees no CUDA device")
-    kernels = choose_kernels(options.kernels, options.device, options.numerics)
+    kernels = choose_kernels(options.kernels, options.device)
     log.info("%s kernels (%s)", kernels.identity, kernels.reason)
     tokenizer = _load_tokenizer(options.model, options.default_max_tokens)
     _check_chat(tokenizer, options)
@@ -97,7 +98,14 @@ def build_resources(
         slots=options.slots + 1,
         window=model.config.sliding_window,
         spec_tokens=spec_tokens,
-        components=state_components(model.config, options.dtype, spec_tokens, draft=draft),
+        components=state_components(
+            model.config,
+            options.dtype,
+            spec_tokens,
+            draft=draft,
+            kv_dtype=options.kv_dtype,
+            index_dtype=options.index_dtype,
+        ),
     )
     arena = _make_arena(geometry, options)
     allocator = Allocator(geometry, permute_seed=options.permute_ids)
@@ -147,6 +155,8 @@ def build_resources(
             "model_type": "deepseek_v4",
             "architectures": ["DeepseekV4ForCausalLM"],
             "kernels_reason": kernels.reason,
+            "kv_dtype": options.kv_dtype,
+            "index_dtype": chosen_index_dtype(options.kv_dtype, options.index_dtype),
             "draft": runner.drafts,
             "default_max_tokens": n_default,
             "default_max_tokens_pages": allocator.pages_for(n_default),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from server.cache.row_formats import INDEX_DTYPES, KV_DTYPES
 from server.node.cli import OneOf, option
 
 MAX_THREADS = 1024
@@ -132,6 +133,19 @@ class NodeOptions:
     model: Path = option("model", "checkpoint directory", default=BUNDLED_MODEL, type=Path, metavar="DIR")
     served_model_name: str = option("model", "name in the API (default: the directory's name)", metavar="NAME")
     dtype: str = option("model", "weights and activations", default="float32", choices=("float32", "bfloat16"))
+    kv_dtype: str = option(
+        "model",
+        "how windows and compressed entries are stored; fp8: rows of about one byte a channel (docs/layout.md). Both "
+        "nodes of a pair need the same",
+        default="model",
+        choices=KV_DTYPES,
+    )
+    index_dtype: str = option(
+        "model",
+        "the same of the indexer's keys; auto: mxfp4 with --kv-dtype fp8, else model",
+        default="auto",
+        choices=INDEX_DTYPES,
+    )
     device: str = option("model", "where the model and its state live", default="cpu", choices=("cpu", "cuda"))
 
     chat_format: str = option(

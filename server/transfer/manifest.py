@@ -205,7 +205,7 @@ _EQUAL_FIELDS = (
     "page_size",
     "window",
 )
-_EQUAL_COMPONENT_FIELDS = ("scope", "positions", "layer_ids", "width", "dtype", "row_nbytes")
+_EQUAL_COMPONENT_FIELDS = ("scope", "positions", "layer_ids", "dtype", "width", "row_nbytes")
 _ROLES = {"prefill": "decode", "decode": "prefill"}
 
 

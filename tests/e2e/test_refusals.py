@@ -62,6 +62,8 @@ UNFIT = {
     "kernels": (Side(identity=replace(SAME, kernels="kernels-b")), Side(), "kernels-b", "kernels"),
     "page_size": (Side(page_size=128), Side(), "128", "256"),
     "components.swa.dtype": (Side(components=changed("swa", dtype="bfloat16")), Side(), "bfloat16", "float32"),
+    "components.c4_kv.dtype": (Side(kv_dtype="fp8"), Side(), "fp8_kv", "float32"),
+    "components.c4_index.dtype": (Side(index_dtype="mxfp4"), Side(index_dtype="fp8"), "mxfp4_index", "fp8_index"),
     "components.c4_kv.layer_ids": (Side(components=changed("c4_kv", layer_ids=(1,))), Side(), "(1,)", "(1, 3)"),
     "components.draft_swa": (Side(), Side(components=with_draft_window), "absent", "present"),
     **{f"components.{name}": (Side(components=without(name)), Side(), "absent", "present") for name in COMPONENTS},
