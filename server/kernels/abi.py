@@ -106,6 +106,7 @@ class Compressor(Structure):
     state_b: Pool
     entries: Pool
     ratio: int
+    simulation: int
     _fields_ = [
         *((name, Pool) for name in ("state_a", "state_b", "entries")),
         *((name, c_void_p) for name in ("ape", "norm")),
