@@ -33,22 +33,6 @@ def test_python_on_another_device() -> None:
         choose_kernels("cpu", "cuda")
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ({"kv_dtype": "fp8", "index_dtype": "auto"}, "--kv-dtype fp8"),
-        ({"index_dtype": "mxfp4"}, "--index-dtype mxfp4"),
-        ({"index_dtype": "fp8"}, "--index-dtype fp8"),
-    ],
-)
-def test_python_over_quantized_rows(rows: dict[str, str], words: str) -> None:
-    chosen = choose_kernels("auto", "cpu", **rows)
-    assert (chosen.name, chosen.reason) == ("python", f"the kernels do not compute {words}")
-    with pytest.raises(KernelsUnavailable, match=f"--kernels cpu: the kernels do not compute {words}"):
-        choose_kernels("cpu", "cpu", **rows)
-    assert choose_kernels("auto", "cpu", kv_dtype="model", index_dtype="auto").name == "cpu"
-
-
 @pytest.mark.usefixtures("without_library")
 def test_without_a_library_python_computes_and_says_why() -> None:
     chosen = choose_kernels("auto", "cpu")
