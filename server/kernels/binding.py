@@ -53,9 +53,7 @@ def _bind_attention(
         attention.compressor.entries = _pool(arena, "c128_kv", layer_id, d, tail)
 
 
-def _bind_states(
-    compressor: abi.Compressor, arena: Arena, layer_id: int, states: tuple[str, ...], width: int
-) -> None:
+def _bind_states(compressor: abi.Compressor, arena: Arena, layer_id: int, states: tuple[str, ...], width: int) -> None:
     compressor.state_a = _pool(arena, states[0], layer_id, 2 * width)
     if len(states) > 1:
         compressor.state_b = _pool(arena, states[1], layer_id, 2 * width)

@@ -33,13 +33,6 @@ def test_python_on_another_device() -> None:
         choose_kernels("cpu", "cuda")
 
 
-def test_python_for_other_numerics() -> None:
-    chosen = choose_kernels("auto", "cpu", "official")
-    assert (chosen.name, chosen.reason) == ("python", "the kernels compute --numerics plain, not official")
-    with pytest.raises(KernelsUnavailable, match="--kernels cpu: the kernels compute --numerics plain, not official"):
-        choose_kernels("cpu", "cpu", "official")
-
-
 @pytest.mark.usefixtures("without_library")
 def test_without_a_library_python_computes_and_says_why() -> None:
     chosen = choose_kernels("auto", "cpu")

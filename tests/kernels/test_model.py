@@ -23,8 +23,8 @@ from server.model.numerics import OFFICIAL
 from server.model.rope import Rotation, rope_frequencies
 from server.model.state import state_components
 from tests.support.checkpoints import BUNDLED, save_official, tensors_of, write_checkpoint
-from tests.support.kernel_layers import as_if_quantized
 from tests.support.models import load
+from tests.support.quantized import take_for_quantized
 from tests.support.runners import make_runner, prompt
 
 PLACE = Placement(2, (3, 1))
@@ -52,7 +52,7 @@ def test_matrices_say_whose_inputs_the_reference_quantizes() -> None:
     kernels = choose_kernels("auto", "cpu")
     if kernels.library is None:
         pytest.skip(kernels.reason)
-    model = as_if_quantized(load_model(BUNDLED, numerics=OFFICIAL))
+    model = take_for_quantized(load_model(BUNDLED, numerics=OFFICIAL))
     layers = PackedModel(model, kernels.library).weights.layers
     for layer in layers:
         attention, experts = layer.attention, layer.experts
@@ -60,7 +60,7 @@ def test_matrices_say_whose_inputs_the_reference_quantizes() -> None:
         no = [attention.index_proj, attention.state_proj, attention.wo_a.first, experts.gate, layer.hc_attn.fn]
         assert [each.quantized_input for each in yes] == [1] * len(yes)
         assert [each.quantized_input for each in no] == [0] * len(no)
-    plain = PackedModel(as_if_quantized(load_model(BUNDLED)), kernels.library).weights.layers
+    plain = PackedModel(take_for_quantized(load_model(BUNDLED)), kernels.library).weights.layers
     assert not any(layer.attention.in_proj.quantized_input for layer in plain)
 
 

@@ -36,16 +36,12 @@ class Format:
         return f"{self.number.name} {self.channels} {self.tail}"
 
 
+KV_ROWS = [Fp8KvRow(nope, tail) for nope, tail in KV]
+FP4_KEYS, FP8_KEYS = [Mxfp4IndexRow(n) for n in INDEX], [Fp8IndexRow(n) for n in INDEX]
 FORMATS = [
-    *(
-        Format(abi.RowFormat.FP8_KV, nope + tail, tail, Fp8KvRows(Fp8KvRow(nope, tail), FP32), Fp8KvRow(nope, tail).nbytes)
-        for nope, tail in KV
-    ),
-    *(
-        Format(abi.RowFormat.MXFP4_INDEX, n, 0, Mxfp4IndexRows(Mxfp4IndexRow(n), FP32), Mxfp4IndexRow(n).nbytes)
-        for n in INDEX
-    ),
-    *(Format(abi.RowFormat.FP8_INDEX, n, 0, Fp8IndexRows(Fp8IndexRow(n), FP32), Fp8IndexRow(n).nbytes) for n in INDEX),
+    *(Format(abi.RowFormat.FP8_KV, r.nope + r.rope, r.rope, Fp8KvRows(r, FP32), r.nbytes) for r in KV_ROWS),
+    *(Format(abi.RowFormat.MXFP4_INDEX, r.width, 0, Mxfp4IndexRows(r, FP32), r.nbytes) for r in FP4_KEYS),
+    *(Format(abi.RowFormat.FP8_INDEX, r.width, 0, Fp8IndexRows(r, FP32), r.nbytes) for r in FP8_KEYS),
 ]
 every_format = pytest.mark.parametrize("row", FORMATS, ids=str)
 

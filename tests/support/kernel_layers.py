@@ -18,26 +18,16 @@ from server.kernels.rope import RopeBlocks
 from server.model.attention import Attention, RopeSet
 from server.model.batch import Segment, build_batch
 from server.model.config import CSA
-from server.model.layers import Linear, pad_rows
+from server.model.layers import pad_rows
 from server.model.loader import load_model
-from server.model.network import DeepseekV4
 from server.model.numerics import PLAIN, Numerics
 from server.model.pools import Pools
 from server.model.rope import rope_frequencies
 from server.model.state import state_components
 from tests.support.kernel_functions import Kernels
+from tests.support.quantized import take_for_quantized
 
 PAGE = 256
-QUANTIZED_MAPS = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3", "e_proj", "h_proj")
-"""The linear maps that official checkpoints store quantized."""
-
-
-def as_if_quantized(model: DeepseekV4) -> DeepseekV4:
-    """``model``, whose linear maps count as ones that its checkpoint stores in fp8; their weights stay as they are."""
-    for name, module in model.named_modules():
-        if isinstance(module, Linear) and name.endswith(QUANTIZED_MAPS) and "compressor" not in name:
-            module.quantized = "fp8"
-    return model
 
 
 class Layers:
@@ -60,7 +50,7 @@ class Layers:
         kv_dtype: str = "model",
         index_dtype: str = "auto",
     ) -> None:
-        self.model, packed = (as_if_quantized(load_model(path, dtype=dtype, numerics=numerics)) for _ in range(2))
+        self.model, packed = (take_for_quantized(load_model(path, dtype=dtype, numerics=numerics)) for _ in range(2))
         self.config = self.model.config
         self.kernels = Kernels(isa)
         self.weights = pack_weights(packed, self.kernels.functions)
@@ -140,8 +130,7 @@ class Layers:
         return plan
 
     def rows(self, arena: Arena, name: str, layer: int) -> torch.Tensor:
-        """Memory of ``arena``: one layer's part of component ``name``, ``[items, rows, width]``; bytes of quantized rows.
-        """
+        """Memory of ``arena``: one layer's part of component ``name``, ``[items, rows, width]`` in its elements."""
         layers = arena.layout.component(name).layer_ids
         return arena.view(name)[:, :, layers.index(layer)]
 
