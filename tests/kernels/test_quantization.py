@@ -1,4 +1,4 @@
-"""Codes, scales and simulated values: bit for bit those of ``server/model/quantization.py``, on every kind of machine."""
+"""Codes, scales and simulated values: those of ``server/model/quantization.py``, bit for bit, on every machine."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def errors(layers: Layers, layer: int) -> torch.Tensor:
 @every_layer
 @every_case
 def test_rows_are_near_those_of_the_module(layers_of: LayersOf, case: str, layer: int, kind: Kind) -> None:
-    """Where the two differ in the last bit before a rounding, a channel differs by a step of the format: few rows do, by
+    """Where they differ in the last bit before a rounding, a channel differs by a step of the format: few rows do, by
     little. Without one of the roundings nearly all rows would.
     """
     found = errors(layers_of(case, kind, spec_tokens=3), layer)
