@@ -20,6 +20,7 @@ from server.model.loader import has_draft
 from server.model.state import state_components
 from server.node.options import BUNDLED_MODEL
 from server.transfer.engines.mooncake import MooncakeEngine
+from server.transfer.frames import decode, encode, pack_tokens
 from server.transfer.manifest import Manifest, ModelIdentity, TransportIdentity, build_manifest, new_incarnation
 from server.transfer.protocol import (
     Abort,
@@ -36,9 +37,6 @@ from server.transfer.protocol import (
     RoomRequest,
     Sampling,
     Writes,
-    decode,
-    encode,
-    pack_tokens,
     room_ids,
 )
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from server.doctor.findings import Finding, ok
-from server.doctor.memory import has_draft_layer, size
+from server.doctor.memory import has_draft_layer
 from server.doctor.plan import NodePlan
 from server.model.config import load_config
 from server.model.tensor_files import tensor_headers
 from server.node.checks import check_model
+from server.sizes import size
 
 
 def files(plan: NodePlan) -> Iterator[Finding]:

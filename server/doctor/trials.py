@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from server.doctor.findings import Finding, error, ok, warning
-from server.doctor.memory import size
 from server.node.checks import check_model
+from server.sizes import size
 
 if TYPE_CHECKING:
     from server.chat.registry import ChatSettings
@@ -101,8 +101,7 @@ def _chat(tokenizer: Tokenizer, settings: ChatSettings) -> Finding:
         return error("chat", f"{reason}: choose another --chat-format")
     if chat.name == TemplateFormat.name and not tokenizer.chat_template:
         return warning("chat", "no chat template: /v1/chat/completions is refused; add a chat_template.jinja")
-    tools = "no tool parser" if chat.tools is None else f"tool parser {chat.tools.name}"
-    return ok("chat", f"format {chat.name}, {tools}, reasoning parser {'on' if chat.reasoning else 'off'}")
+    return ok("chat", str(chat))
 
 
 def try_transfer(request: dict[str, Any]) -> list[Finding]:

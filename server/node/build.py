@@ -19,6 +19,7 @@ from server.cache.arena import TORCH_DTYPES, Arena
 from server.cache.layout import ArenaLayout
 from server.cache.row_formats import chosen_index_dtype
 from server.cache.specs import CacheGeometry, LayoutError
+from server.chat.formats import ChatFormat
 from server.chat.registry import ChatFormatMissing, ChatSettings, chat_format
 from server.engine.engine import Engine
 from server.engine.events import Command, Event
@@ -90,7 +91,7 @@ def build_resources(
     kernels = choose_kernels(options.kernels, options.device)
     log.info("%s kernels (%s)", kernels.identity, kernels.reason)
     tokenizer = _load_tokenizer(options.model, options.default_max_tokens)
-    _check_chat(tokenizer, options)
+    chat = _chat_format(tokenizer, options)
     model = _load_model(options, kernels, draft=draft)
     geometry = CacheGeometry(
         page_size=options.page_size,
@@ -158,6 +159,8 @@ def build_resources(
             "kv_dtype": options.kv_dtype,
             "index_dtype": chosen_index_dtype(options.kv_dtype, options.index_dtype),
             "draft": runner.drafts,
+            "chat_format": chat.name,
+            "can_think": chat.can_think,
             "default_max_tokens": n_default,
             "default_max_tokens_pages": allocator.pages_for(n_default),
         },
@@ -193,15 +196,15 @@ def _load_tokenizer(model: Path, default_max_tokens: int) -> Tokenizer:
         raise CheckpointError(f"{model}: the tokenizer cannot be loaded: {error!r}") from error
 
 
-def _check_chat(tokenizer: Tokenizer, options: NodeOptions) -> None:
+def _chat_format(tokenizer: Tokenizer, options: NodeOptions) -> ChatFormat:
     """Refuses a chat format that the checkpoint cannot have, before anything large is loaded."""
     settings = ChatSettings(options.chat_format, options.tool_parser, options.reasoning_parser)
     try:
         chat = chat_format(tokenizer, settings)
     except ChatFormatMissing as error:
         raise CheckpointError(str(error)) from error
-    tools = "none" if chat.tools is None else chat.tools.name
-    log.info("chat format %s, tool parser %s, reasoning parser %s", chat.name, tools, "on" if chat.reasoning else "off")
+    log.info("chat: %s", chat)
+    return chat
 
 
 def _make_arena(geometry: CacheGeometry, options: NodeOptions) -> Arena:

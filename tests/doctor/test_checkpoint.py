@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from server.chat.registry import chat_format
 from server.doctor import checkpoint, child
 from server.doctor.examination import Check, run_check
 from server.doctor.findings import Finding, Level
+from server.engine.tokenizer import Tokenizer
 from server.node.options import BUNDLED_MODEL
 from tests.doctor.support import levels, only_error, plan_of
 from tests.support.byte_bpe import write_tokenizer_dir
@@ -36,7 +38,9 @@ def tokenizer(model: Path, chat_format: str = "auto") -> list[Finding]:
 @pytest.mark.processes
 def test_the_bundled_checkpoint_is_ok(model: Path) -> None:
     assert levels(files(model)) == [Level.OK]
-    assert set(levels(tokenizer(model))) <= {Level.OK, Level.WARNING}
+    found = tokenizer(model)
+    assert set(levels(found)) <= {Level.OK, Level.WARNING}
+    assert found[1].words == str(chat_format(Tokenizer.load(model)))
 
 
 def test_a_missing_file_of_an_index_is_named(model: Path) -> None:

@@ -9,8 +9,11 @@ from server.cache.layout import Placement
 from server.cache.specs import HANDOFF
 from server.engine.runner import ModelRunner
 from server.model.batch import Segment
-from server.model.config import load_config
+from server.model.config import CSA, load_config
 from server.model.interface import LoadedModel
+from server.model.loader import load_model
+from server.model.numerics import OFFICIAL
+from server.model.pools import Pools
 from server.model.state import state_components
 from tests.support.checkpoints import BUNDLED
 from tests.support.models import load
@@ -76,6 +79,30 @@ def test_requests_beside_each_other_get_the_bits_of_one(model: LoadedModel) -> N
             alone = prefill(make_runner(model, kv_dtype="fp8"), ids, PLACE, 512)[-1]
             assert torch.equal(row, alone), f"{len(ids)} tokens"
             ids.append(int(row.argmax()))
+
+
+def test_in_bfloat16_quantized_rows_are_those_of_official_numerics() -> None:
+    """Which rounds rows in the same way and keeps them in bfloat16: so nothing differs but their bytes."""
+    model = load_model(BUNDLED, dtype=torch.bfloat16, numerics=OFFICIAL, draft=True)
+    wide, quantized = make_runner(model), make_runner(model, kv_dtype="fp8", index_dtype="mxfp4")
+    ids = prompt(N, model)
+    assert torch.equal(prefill(quantized, ids, ELSEWHERE, 64), prefill(wide, ids, PLACE, 64))
+    for position in range(N, N + 5):
+        expected, found = (
+            runner.forward([Segment([7], position, place)], every_row=True)
+            for runner, place in ((wide, PLACE), (quantized, ELSEWHERE))
+        )
+        assert torch.equal(found.logits, expected.logits)
+        assert torch.equal(found.streams, expected.streams)
+    pools = [Pools(runner.arena, model.config, model.dtype) for runner in (wide, quantized)]
+    entries = torch.arange(N // CSA)
+    for layer in model.config.layers_of(CSA):
+        for name in ("c4_kv", "c4_index"):
+            rows = [
+                pool.page[name].gather(layer, torch.tensor(place.pages)[entries // 64], entries % 64)
+                for pool, place in zip(pools, (PLACE, ELSEWHERE), strict=True)
+            ]
+            assert torch.equal(*rows), f"{name} of layer {layer}"
 
 
 @pytest.mark.parametrize(("kv_dtype", "index_dtype"), ROWS)
