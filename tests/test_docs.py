@@ -12,6 +12,7 @@ from typing import Any
 
 import benchmark.main as bench
 import checkpoint_making.main as make_checkpoint
+import cuda_check.main as cuda_check
 import demo.main as demo
 import fault_cases.main as faults
 import fuzzing.main as fuzz
@@ -26,8 +27,8 @@ from server.cache.live import LIVE_RULES, live_positions
 from server.cache.row_formats import QUANTIZED_ROWS, Fp8IndexRow, Fp8KvRow, Mxfp4IndexRow
 from server.cache.specs import CacheGeometry
 from server.decode import launch as decode_launch
+from server.model.checkpoint import has_draft
 from server.model.config import load_config
-from server.model.loader import has_draft
 from server.model.state import state_components
 from server.node.options import BUNDLED_MODEL
 from server.prefill import launch as prefill_launch
@@ -53,6 +54,7 @@ PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "fuzz.py": fuzz.main,
     "lifecycle.py": walk.main,
     "explain.py": timeline.main,
+    "check_cuda.py": cuda_check.parse_args,
     "make_checkpoint.py": make_checkpoint.parse_args,
 }
 RUN_ELSEWHERE = ("curl", "test", "-m", "kubectl", "(umask", "setup")

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from server.cache.allocator import Allocator
@@ -32,12 +31,13 @@ from server.kernels.sampling import SampleKernel
 from server.memory import give_back
 from server.model.config import CheckpointError
 from server.model.interface import LoadedModel
-from server.model.loader import load_model, model_fingerprint
+from server.model.loader import load_checkpoint
 from server.model.numerics import NUMERICS
 from server.model.state import state_components
-from server.node.checks import transport_factory
+from server.node.checks import check_device, transport_factory
 from server.node.context import NodeContext, NodeSettings
 from server.node.options import NodeOptions
+from server.node.progress import reading_progress
 from server.telemetry.traces import TraceExporter
 from server.transfer.auth import Guard
 from server.transfer.deadlines import parse_deadlines
@@ -86,13 +86,13 @@ def build_resources(
     """
     disable_created_metrics()  # a second line for every counter, which nobody reads
     faults, deadlines = FaultSet.parse(options.faults, role), parse_deadlines(options.deadlines)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise CheckpointError("--device cuda: torch sees no CUDA device")
+    check_device(options.device)
     kernels = choose_kernels(options.kernels, options.device)
     log.info("%s kernels (%s)", kernels.identity, kernels.reason)
     tokenizer = _load_tokenizer(options.model, options.default_max_tokens)
     chat = _chat_format(tokenizer, options)
-    model = _load_model(options, kernels, draft=draft)
+    loaded = _load_model(options, kernels, draft=draft)
+    model = loaded.model
     geometry = CacheGeometry(
         page_size=options.page_size,
         pages=options.pages + 1,  # item 0 is never handed out
@@ -128,7 +128,7 @@ def build_resources(
         arena=arena,
         allocator=allocator,
         identity=ModelIdentity(
-            model=model_fingerprint(options.model),
+            model=loaded.fingerprint,
             tokenizer=tokenizer.fingerprint,
             dtype=options.dtype,
             kernels=kernels.identity,
@@ -159,6 +159,7 @@ def build_resources(
             "kv_dtype": options.kv_dtype,
             "index_dtype": chosen_index_dtype(options.kv_dtype, options.index_dtype),
             "draft": runner.drafts,
+            "checkpoint_draft": loaded.draft_of_checkpoint,
             "chat_format": chat.name,
             "can_think": chat.can_think,
             "default_max_tokens": n_default,
@@ -173,16 +174,28 @@ def _instance(options: NodeOptions) -> str:
     return f"{options.host}:{options.port}"
 
 
-def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> LoadedModel:
-    model = load_model(
-        options.model,
-        dtype=TORCH_DTYPES[options.dtype],
-        device=options.device,
-        deterministic=options.deterministic,
-        draft=draft,
-        numerics=NUMERICS[options.numerics],
-    )
-    loaded = kernels.take(model)
+@dataclass(frozen=True)
+class _Loaded:
+    """A model, the fingerprint of its files, and what kind of draft they carry."""
+
+    model: LoadedModel
+    fingerprint: str
+    draft_of_checkpoint: str
+
+
+def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> _Loaded:
+    with reading_progress("weights") as on_progress:
+        checkpoint = load_checkpoint(
+            options.model,
+            dtype=TORCH_DTYPES[options.dtype],
+            device=options.device,
+            deterministic=options.deterministic,
+            draft=draft,
+            numerics=NUMERICS[options.numerics],
+            on_progress=on_progress,
+        )
+    loaded = _Loaded(kernels.take(checkpoint.network), checkpoint.fingerprint, checkpoint.draft)
+    del checkpoint
     give_back()
     return loaded
 

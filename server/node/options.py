@@ -102,6 +102,16 @@ def port_number(text: str) -> int:
     return value
 
 
+def device_name(text: str) -> str:
+    """``cpu`` or ``cuda:N``, as an option's type. Whether there is such a device, torch knows (:mod:`.checks`)."""
+    kind, colon, index = text.partition(":")
+    if text == "cpu" or (kind == "cuda" and not colon):
+        return "cpu" if text == "cpu" else "cuda:0"
+    if kind != "cuda" or not index.isascii() or not index.isdigit() or len(index) > 3:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device: give cpu, cuda, or cuda:N, such as cuda:1")
+    return f"cuda:{int(index)}"
+
+
 def whole_number(text: str) -> int:
     try:
         return int(text)
@@ -146,7 +156,13 @@ class NodeOptions:
         default="auto",
         choices=INDEX_DTYPES,
     )
-    device: str = option("model", "where the model and its state live", default="cpu", choices=("cpu", "cuda"))
+    device: str = option(
+        "model",
+        "where the model and its state live: cpu, or cuda:N for one GPU (cuda: the first)",
+        default="cpu",
+        type=device_name,
+        metavar="DEVICE",
+    )
 
     chat_format: str = option(
         "chat",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from server.doctor.findings import Level
 from server.doctor.memory import LIBRARIES_NBYTES, memory, needed_memory
 from tests.doctor.support import only_error, plan_of
 from tests.support.machines import machine
+from tests.support.quantized_checkpoints import BASE, OFFICIAL, make_quantized
 
 
 def test_pools_that_do_not_fit_are_an_error_that_names_the_options(tmp_path: Path) -> None:
@@ -33,3 +35,17 @@ def test_half_the_bytes_with_bfloat16() -> None:
     assert full.weights > 1.9 * half.weights
     assert full.pools > half.pools
     assert full.total == full.weights + full.pools + LIBRARIES_NBYTES
+
+
+@pytest.mark.parametrize("stored", [OFFICIAL, BASE], ids=["fp4", "fp8"])
+def test_quantized_weights_need_what_they_stand_for(tmp_path: Path, stored: dict[str, Any]) -> None:
+    made = make_quantized(tmp_path, draft=False, **stored)
+    needed = needed_memory(plan_of(model=tmp_path))
+    assert needed.weights == sum(tensor.nbytes for tensor in made.numbers.values())
+
+
+def test_quantized_rows_take_less() -> None:
+    own, fp8 = needed_memory(plan_of(draft=True)), needed_memory(plan_of(draft=True, kv_dtype="fp8"))
+    fp8_keys = needed_memory(plan_of(draft=True, kv_dtype="fp8", index_dtype="fp8"))
+    assert own.weights == fp8.weights
+    assert own.pools > fp8_keys.pools > fp8.pools

@@ -17,6 +17,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "benchmark": ("cluster", "evaluation"),
     "demo": ("cluster", "evaluation"),
     "tiny": ("benchmark", "evaluation"),
+    "cuda_check": ("benchmark", "cluster", "evaluation"),
     "walk": ("cluster",),
     "timeline": ("cluster",),
     "checkpoint_making": (),
