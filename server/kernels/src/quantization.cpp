@@ -121,6 +121,7 @@ void simulate(const float* x, int64_t n, int block, float* out) {
         const float scale = scale_value(byte);
         if (byte == NAN_SCALE) return std::fill(to, to + length, scale);
         const float inverse = inverse_of(byte);
+#pragma omp simd  // from and to may be the same
         for (int64_t i = 0; i < length; i++)
             to[i] = with_sign_of(nearest<F>(magnitude(from[i] * inverse)) * scale, from[i]);
     });
