@@ -33,6 +33,8 @@ REHEARSAL_TIMES = 5
 END_S = 20.0
 """For a section that was asked to end, with the servers that it has started."""
 NO_DEVICE = 3
+PROGRAM = ("-m", "cuda_check.section")
+"""A section, for Python."""
 
 
 @dataclass
@@ -62,10 +64,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run_section(name: str, device: str, budget_s: float) -> Ran:
+def run_section(name: str, device: str, budget_s: float, program: Sequence[str] = PROGRAM) -> Ran:
     """Runs a section in a process. One that takes longer is asked to end, then killed."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "cuda_check.section", name, device]
+    command = [sys.executable, *program, name, device]
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, cwd=ROOT / "scripts", env=_environment(), stdout=said, stderr=errors)
         trouble = ""

@@ -45,7 +45,7 @@ def _on_device(plan: NodePlan) -> int:
         needed = needed_memory(plan)
     except (CheckpointError, LayoutError):
         return 0
-    return needed.weights + needed.pools
+    return needed.weights.loaded + needed.pools
 
 
 def transfer(plan: NodePlan) -> Iterator[Finding]:

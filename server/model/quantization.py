@@ -16,9 +16,6 @@ import math
 
 import torch
 
-from server.cache.row_formats import index_block as index_block  # noqa: PLC0414
-from server.cache.row_formats import kv_block as kv_block  # noqa: PLC0414
-
 WEIGHT_BLOCK = 128
 """Rows and columns of a weight that share a scale in fp8."""
 FP4_BLOCK = 32

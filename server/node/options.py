@@ -11,10 +11,12 @@ from urllib.parse import urlsplit
 
 from server.cache.row_formats import INDEX_DTYPES, KV_DTYPES
 from server.node.cli import OneOf, option
+from server.node.free_memory import MemoryLimit, memory_limit
 
 MAX_THREADS = 1024
 """A typing error must not take all threads of a machine."""
 MAX_KEPT_ROOMS = 10_000
+PAGES, SLOTS = 256, 32
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "assets" / "tiny-dsv4"
 
 
@@ -136,8 +138,9 @@ def http_port(default: int) -> int:
 class NodeOptions:
     """The values of a command line. Sizes are counts; tokens, pages and slots as named.
 
-    ``deadlines`` (as ``PHASE=SECONDS``), ``faults``, keys and files are as given, not read yet. Three defaults follow
-    from other options: the name that is served, the transfer host, and determinism.
+    ``deadlines`` (as ``PHASE=SECONDS``), ``faults``, keys and files are as given, not read yet. Some defaults follow
+    from other options: the name that is served, the transfer host, determinism; and ``pages`` and ``slots``, which are
+    0 where ``memory`` gives them (:mod:`server.node.memory_plan`).
     """
 
     model: Path = option("model", "checkpoint directory", default=BUNDLED_MODEL, type=Path, metavar="DIR")
@@ -208,8 +211,19 @@ class NodeOptions:
         "compute", "most prompt tokens of one step, in tokens", default=256, type=positive, metavar="N"
     )
 
-    pages: int = option("memory", "pages of compressed entries", default=256, type=positive, metavar="N")
-    slots: int = option("memory", "requests that can run at once", default=32, type=positive, metavar="N")
+    memory: MemoryLimit | None = option(
+        "memory",
+        "what the node may take, weights and all: 12GiB, or 0.8 of what is free (on the machine and in its control "
+        "groups, or on the GPU). Gives --pages and --slots, as far as they are not given (docs/memory.md)",
+        type=memory_limit,
+        metavar="BYTES",
+    )
+    pages: int = option(
+        "memory", f"pages of compressed entries (default: {PAGES}, or by --memory)", type=positive, metavar="N"
+    )
+    slots: int = option(
+        "memory", f"requests that can run at once (default: {SLOTS}, or by --memory)", type=positive, metavar="N"
+    )
     page_size: int = option("memory", "tokens of one page", default=256, type=positive, metavar="N")
     poison: bool = option("memory", "fill free memory with NaN, so that stray reads show", default=False)
 
@@ -331,6 +345,8 @@ class NodeOptions:
             "served_model_name": self.served_model_name or self.model.resolve().name,
             "deterministic": self.device == "cpu" if self.deterministic is None else self.deterministic,
             "transfer_host": self.transfer_host or self.host,
+            "pages": self.pages or (PAGES if self.memory is None else 0),
+            "slots": self.slots or (SLOTS if self.memory is None else 0),
         }
         for name, value in resolved.items():
             object.__setattr__(self, name, value)

@@ -45,9 +45,20 @@ def test_a_section_that_fails_is_named_and_hides_no_other(
 
 
 @pytest.mark.processes
-def test_a_section_that_ends_early_or_not_at_all_is_trouble() -> None:
-    assert "KeyError" in run_section("nothing", "cpu", LONG_S).trouble
-    assert run_section("speed", "cpu", 0.01).trouble == "no end within 0.01 s"
+@pytest.mark.parametrize(
+    ("code", "budget_s", "trouble"),
+    [
+        ("", LONG_S, ""),
+        ("raise KeyError('nothing')", LONG_S, "ended with 1: KeyError: 'nothing'"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", LONG_S, "ended with -11: it said nothing"),
+        ("import time; time.sleep(600)", 2.0, "no end within 2 s"),
+    ],
+    ids=["ends", "raises", "crashes", "hangs"],
+)
+def test_a_section_that_ends_early_or_not_at_all_is_trouble(code: str, budget_s: float, trouble: str) -> None:
+    ran = run_section("speed", "cpu", budget_s, ("-c", f"print('a warning')\n{code}"))
+    assert ran.trouble == trouble
+    assert ran.ok is not bool(trouble)
 
 
 def test_a_section_says_what_it_finds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
