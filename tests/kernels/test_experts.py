@@ -120,7 +120,7 @@ def test_inputs_are_rounded_where_the_python_module_rounds_them(case: str, quant
     layer = Layer(case, quantized=quantized)
 
     def far() -> torch.Tensor:
-        wanted = layer.python(layer.x, layer.tokens, ROWS)
+        wanted: torch.Tensor = layer.python(layer.x, layer.tokens, ROWS)
         return (layer.compute(Kernels()) - wanted).abs().amax(-1) / wanted.abs().max()
 
     found = far()
