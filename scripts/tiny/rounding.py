@@ -36,7 +36,7 @@ def kv_rows(rows: Tensor, rope_dim: int) -> Tensor:
 
     The gradient passes as it is.
     """
-    rounded: Tensor = _KvRows.apply(rows, rope_dim)
+    rounded: Tensor = _KvRows.apply(rows, rope_dim)  # type: ignore[no-untyped-call]
     return rounded
 
 
@@ -45,5 +45,5 @@ def index_rows(rows: Tensor) -> Tensor:
 
     The gradient is that of the transform alone.
     """
-    rounded: Tensor = _IndexRows.apply(rows)
+    rounded: Tensor = _IndexRows.apply(rows)  # type: ignore[no-untyped-call]
     return rounded
