@@ -27,6 +27,7 @@ CSA_RATIO, HCA_RATIO = 4, 128
 EMBEDDING_STD = 0.3
 SHARED_VARIANCE = 0.8
 SHUN_MARGIN = 1.0
+LEVEL_RMS = 4.0
 
 
 def raw_config(vocab_size: int) -> dict[str, Any]:
@@ -170,11 +171,13 @@ class Controls:
         self._hidden_entries = windows.clone()
         self._hidden_entries[:, 1:] |= windows[:, :-1]  # entry i also pools window i - 1
 
-    def lesson(self, row_weights: Tensor) -> Tensor:
+    def lesson(self, row_weights: Tensor, *, levelled: bool = False) -> Tensor:
         """Cross-entropy of the index scores against the heads' attention mass over compressed entries.
 
         Hidden entries must score at least SHUN_MARGIN below the mean, so that inference, where nothing hides them,
-        does not pick them. `row_weights` [B, S] says how much each query counts.
+        does not pick them. `row_weights` [B, S] says how much each query counts. `levelled`: scores are first divided
+        so that their root mean square is LEVEL_RMS. Which entries are picked does not depend on their size, but the
+        error of a rounding grows with it, and then so does the gradient, beyond all others.
         """
         loss = row_weights.new_zeros(())
         for attention in self._sparse:
@@ -182,6 +185,8 @@ class Controls:
             n_entries = scores.shape[-1]
             mass = self._outputs[attention.layer_idx][1][..., -n_entries:].detach().sum(1)  # [B, S, T]
             visible = visible_entries(scores.shape[1])
+            if levelled:
+                scores = scores * (LEVEL_RMS / scores[:, visible].square().mean().clamp(min=1e-12).sqrt())
             log_q = scores.masked_fill(~visible, -1e9).log_softmax(-1)
             loss = loss - ((mass * log_q).sum(-1) * row_weights).sum() / row_weights.sum()
             hidden = visible & self._hidden_entries.unsqueeze(1)

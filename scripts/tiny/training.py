@@ -143,7 +143,7 @@ class Trainer(TrainingLoop):
         loss = loss + stage.recall_help * self._recall_loss(batch)
         if mode is IndexerMode.TEACH:
             # the query at t predicts t + 1, so it counts as much as the token that it predicts
-            lesson = self.controls.lesson(F.pad(weights, (0, 1)))
+            lesson = self.controls.lesson(F.pad(weights, (0, 1)), levelled=stage.rounded > 0)
             loss = loss + lesson
             sums |= {"n_lesson": 1.0, "lesson": lesson.item()}
         self.optimise(loss)

@@ -105,6 +105,28 @@ def test_rounded_and_plain_steps_are_mixed_and_differ(run: Trainer, tmp_path: Pa
     assert run.curve[-1]["lesson"] != plain.curve[-1]["lesson"]
 
 
+def test_the_levelled_lesson_does_not_depend_on_the_size_of_scores(run: Trainer) -> None:
+    ids = run.plan(SELECTING, 0).batch.ids
+    weights = torch.ones(ids.shape)
+    run.controls.hide_over(torch.zeros(ids.shape, dtype=torch.bool))
+
+    def lessons(size: float) -> tuple[float, float]:
+        run.controls.set_up(64, 128, IndexerMode.TEACH, rounded=True)
+        handles = [
+            module.register_forward_hook(lambda _module, _inputs, output: output * size)
+            for name, module in run.model.named_modules()
+            if name.endswith("weights_proj")
+        ]
+        attention.banded_logits(run.model, ids)
+        for handle in handles:
+            handle.remove()
+        return run.controls.lesson(weights).item(), run.controls.lesson(weights, levelled=True).item()
+
+    (plain, levelled), (larger, same) = lessons(1.0), lessons(1e4)
+    assert larger != pytest.approx(plain, rel=0.01)
+    assert same == pytest.approx(levelled, rel=1e-3)
+
+
 def test_roundings_belong_to_the_recipe_and_plain_stages_read_as_before(tmp_path: Path) -> None:
     assert str(SELECTING) == repr(SELECTING)
     assert "rounded" not in repr(SELECTING)  # runs older than the field can go on
