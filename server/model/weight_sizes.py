@@ -30,7 +30,7 @@ def weight_sizes(config: ModelConfig, dtype: str, *, draft: bool, packed: bool =
     """The weights of a network in ``dtype`` (``float32`` or ``bfloat16``), with its NextN layer if ``draft``.
 
     The model computes norms, router, compressors, hyper-connections and the head in fp32, whatever ``dtype`` is.
-    ``packed``: the embedding and the weights of linear maps stay in their files.
+    ``packed``: the embedding and the weights of linear maps stay in their files (:mod:`.packed`).
     """
     backbone = replace(config, dspark=None)
     stored = official_tensors(backbone, draft=draft)
