@@ -11,13 +11,15 @@ from checkpoint_making.main import main as make_checkpoint
 
 from server.kernels.large_pages import BLOCK_NBYTES
 
-SIZES = (
-    "num_hidden_layers=4",
-    "hidden_size=512",
-    "moe_intermediate_size=512",
-    "n_routed_experts=32",
-    "vocab_size=2048",
-)
+SIZES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "moe_intermediate_size": 512,
+    "n_routed_experts": 96,
+    "vocab_size": 2048,
+}
+"""Many small weights, as a large model has them: while one is packed there are two or three copies of it."""
 CHILD = """
 import sys
 from pathlib import Path
@@ -45,7 +47,7 @@ print(kernels.name, weights, loading, packing)
 @pytest.mark.full
 @pytest.mark.processes
 def test_there_are_never_two_copies_of_the_weights(tmp_path: Path) -> None:
-    changes = [word for size in SIZES for word in ("--set", size)]
+    changes = [word for name, n in SIZES.items() for word in ("--set", f"{name}={n}")]
     assert (
         make_checkpoint([str(tmp_path), "--config", "flash", *changes, "--tokenizer", "none", "--draft", "none"]) == 0
     )
