@@ -54,7 +54,7 @@ def test_matrices_say_whose_inputs_the_reference_quantizes() -> None:
     stored = (".wq_a", ".wq_b", ".wkv", ".wo_a", ".wo_b", ".w1", ".w2", ".w3")
     for name, module in model.named_modules():
         if f".{name}".endswith(stored) and "compressor" not in name:
-            module.quantized = "fp8"  # type: ignore[assignment]
+            module.quantized = "fp8"
     layers = PackedModel(model, kernels.library).weights.layers
     for layer in layers:
         attention, experts = layer.attention, layer.experts
