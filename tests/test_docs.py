@@ -24,7 +24,7 @@ from server.cache.live import LIVE_RULES, live_positions
 from server.cache.specs import CacheGeometry
 from server.decode import launch as decode_launch
 from server.model.config import load_config
-from server.model.loader import has_draft
+from server.model.checkpoint import has_draft
 from server.model.state import state_components
 from server.node.options import BUNDLED_MODEL
 from server.prefill import launch as prefill_launch

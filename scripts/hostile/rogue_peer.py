@@ -16,7 +16,7 @@ from cluster import Node
 from server.cache.layout import ArenaLayout
 from server.cache.specs import CacheGeometry
 from server.model.config import load_config
-from server.model.loader import has_draft
+from server.model.checkpoint import has_draft
 from server.model.state import state_components
 from server.node.options import BUNDLED_MODEL
 from server.transfer.engines.mooncake import MooncakeEngine

@@ -54,7 +54,8 @@ def try_kernels(request: dict[str, Any]) -> list[Finding]:
 
 
 def try_tensors(request: dict[str, Any]) -> list[Finding]:
-    from server.model.loader import check_tensors, has_draft
+    from server.model.checkpoint import has_draft
+    from server.model.loader import check_tensors
 
     model = Path(request["model"])
     check_model(model)

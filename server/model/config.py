@@ -101,7 +101,7 @@ def load_config(model_dir: Path) -> ModelConfig:
         raise CheckpointError(f"{model_dir} has no config.json: give --model a checkpoint directory")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict) or raw.get("model_type") != "deepseek_v4":
         found = raw.get("model_type") if isinstance(raw, dict) else type(raw).__name__

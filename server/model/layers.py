@@ -43,12 +43,16 @@ def pad_rows(x: torch.Tensor, row_tile: int) -> torch.Tensor:
 
 
 class Linear(nn.Module):
-    """A bias-free linear map ``[rows, in] -> [rows, out]``, key ``<name>.weight``."""
+    """A bias-free linear map ``[rows, in] -> [rows, out]``, key ``<name>.weight``.
+
+    ``quantized`` says how the checkpoint stores the weight: ``fp8``, ``fp4``, or empty for plain numbers.
+    """
 
     def __init__(self, n_in: int, n_out: int, row_tile: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_out, n_in, dtype=dtype), requires_grad=False)
         self.row_tile = row_tile
+        self.quantized = ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return matmul_rows(x, self.weight, self.row_tile)

@@ -1,23 +1,49 @@
-"""Loads a checkpoint directory: official key names, one or many safetensors, strictly."""
+"""Loads a checkpoint directory: official key names, one or many safetensors, quantized or not, strictly."""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import xxhash
-from safetensors import safe_open
 
-from server.model.config import SLIDING, CheckpointError, ModelConfig, load_config
-from server.model.fields import saved_by_transformers
-from server.model.layers import ROW_TILE
+from server.model.checkpoint import Checkpoint, StoredTensor, check_draft, open_checkpoint
+from server.model.config import CheckpointError
+from server.model.draft import Draft
+from server.model.file_reader import BLOCK_NBYTES, ByteCount, FileReader, OnProgress
+from server.model.fingerprint import model_fingerprint
+from server.model.layers import ROW_TILE, Linear
 from server.model.network import DeepseekV4
-from server.model.tensor_files import TensorHeader, tensor_files, tensor_headers
+from server.model.quantization import WEIGHT_BLOCK, dequantize_fp4, dequantize_fp8
+from server.model.tensor_files import TensorHeader
+
+log = logging.getLogger(__name__)
 
 _HC = re.compile(r"^(.*\.)?(hc_attn|hc_ffn|hc_head)_(fn|base|scale)$")
-_QUANTIZED = {"F8_E4M3", "F8_E8M0", "I8", "U8"}
+_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """``fingerprint`` is :func:`.fingerprint.model_fingerprint` of the directory, ``draft`` what it carries (and what
+    ``network`` has only if that was asked for).
+    """
+
+    network: DeepseekV4
+    fingerprint: str
+    draft: Draft
 
 
 def load_model(
@@ -28,96 +54,148 @@ def load_model(
     deterministic: bool = True,
     draft: bool = False,
 ) -> DeepseekV4:
+    """The network alone: see :func:`load_checkpoint`."""
+    return load_checkpoint(model_dir, dtype=dtype, device=device, deterministic=deterministic, draft=draft).network
+
+
+def load_checkpoint(
+    model_dir: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    deterministic: bool = True,
+    draft: bool = False,
+    on_progress: OnProgress | None = None,
+) -> LoadedCheckpoint:
     """Builds the network of ``model_dir`` and fills it, in ``dtype`` except where the model computes in fp32.
 
-    Raises :class:`CheckpointError` that names what is missing, extra, of the wrong shape or quantized. With ``draft``
-    the NextN layer is loaded too, and its absence or another kind of draft is an error; without, ``mtp.*`` is left
-    alone.
+    Quantized weights become the numbers that they stand for, exactly; :attr:`.Linear.quantized` keeps how each was
+    stored. Every byte of the files is read once, in order, block by block; beside the network there is never more than
+    some blocks. Raises :class:`CheckpointError` that names what is missing, extra, of the wrong shape or dtype, or
+    damaged, with its file. With ``draft`` the NextN layer is loaded too, and its absence or another kind of draft is an
+    error.
     """
-    model, wanted = _matched(model_dir, dtype=dtype, deterministic=deterministic, draft=draft)
-    expected = dict(model.named_parameters())
-    state: dict[str, torch.Tensor] = {}
-    for file in dict.fromkeys(header.file for header in wanted.values()):
-        with safe_open(file, framework="pt") as tensors:
-            for name, header in wanted.items():
-                if header.file == file:
-                    tensor = tensors.get_tensor(header.key)
-                    state[name] = tensor.to(device=device, dtype=expected[name].dtype)
+    checkpoint = open_checkpoint(model_dir)
+    if draft:
+        check_draft(checkpoint)
+    elif checkpoint.draft in (Draft.DSPARK, Draft.OTHER):
+        log.warning("%s: its draft (%s) is not loaded: this server runs NextN drafts", model_dir, checkpoint.draft)
+    with torch.device("meta"):
+        model = DeepseekV4(checkpoint.config, dtype, ROW_TILE if deterministic else 0, draft=draft)
+    loader = _Loader(checkpoint, model, device, on_progress)
+    state = loader.load()
     model.load_state_dict(state, assign=True)
-    return model.eval().requires_grad_(False)
+    fingerprint = model_fingerprint(model_dir, loader.digests)
+    return LoadedCheckpoint(model.eval().requires_grad_(False), fingerprint, checkpoint.draft)
 
 
 def check_tensors(model_dir: Path, *, draft: bool = False) -> int:
-    """Whether :func:`load_model` would find every tensor in the shape that it needs, by the headers of the files; their
-    number. Raises what it raises.
+    """Whether :func:`load_checkpoint` would find every tensor as it needs it, by the headers of the files; their number
+    (scales are none of their own). Raises what it raises.
     """
-    _, wanted = _matched(model_dir, dtype=torch.float32, deterministic=True, draft=draft)
-    return len(wanted)
-
-
-def _matched(
-    model_dir: Path, *, dtype: torch.dtype, deterministic: bool, draft: bool
-) -> tuple[DeepseekV4, dict[str, TensorHeader]]:
-    """The network, without memory, and the tensor of each of its parameters (by name)."""
-    config = load_config(model_dir)
-    if config.quantization.linears:
-        raise CheckpointError(
-            f"{model_dir}: the checkpoint is quantized ({config.quantization.linears}), which is not supported yet; "
-            "convert it to bfloat16 or float32"
-        )
-    headers = tensor_headers(model_dir)
-    keys = [header.key for header in headers]
-    if renamed := sorted(key for key in keys if key.startswith(("model.", "lm_head."))):
-        raise saved_by_transformers(str(model_dir), f"it has a tensor {renamed[0]}")
+    checkpoint = open_checkpoint(model_dir)
     if draft:
-        _check_draft(model_dir, config, keys)
-    with torch.device("meta"):
-        model = DeepseekV4(config, dtype, ROW_TILE if deterministic else 0, draft=draft)
-    expected = dict(model.named_parameters())
-    wanted = {_parameter_name(header.key): header for header in headers if draft or not header.key.startswith("mtp.")}
-    _check_names(model_dir, expected.keys(), {header.key: name for name, header in wanted.items()})
-    for name, header in wanted.items():
-        _check_tensor(header, tuple(expected[name].shape))
-    return model, wanted
+        check_draft(checkpoint)
+    return len(checkpoint.tensors) - (0 if draft else checkpoint.n_draft_tensors)
 
 
-def has_draft(model_dir: Path) -> bool:
-    """Whether the checkpoint carries draft tensors, of whatever kind."""
-    return any(header.key.startswith("mtp.") for header in tensor_headers(model_dir))
+class _Loader:
+    """Fills the parameters of ``model``, file by file."""
+
+    def __init__(self, checkpoint: Checkpoint, model: DeepseekV4, device: str, on_progress: OnProgress | None) -> None:
+        self.digests: dict[Path, str] = {}
+        self._checkpoint, self._model, self._device = checkpoint, model, device
+        self._count = ByteCount(sum(file.stat().st_size for file in checkpoint.files), on_progress)
+        self._parameters = dict(model.named_parameters())
+        self._staging = torch.empty(0, dtype=torch.uint8)
+
+    def load(self) -> dict[str, torch.Tensor]:
+        """Every parameter by name."""
+        by_file: dict[Path, list[tuple[str, StoredTensor]]] = {file: [] for file in self._checkpoint.files}
+        for key, tensor in self._checkpoint.tensors.items():
+            if (name := parameter_name(key)) in self._parameters:
+                by_file[tensor.data.file].append((name, tensor))
+        loaded: dict[str, torch.Tensor] = {}
+        for file, tensors in by_file.items():
+            with FileReader(file, self._count) as reader:
+                for name, tensor in sorted(tensors, key=lambda item: item[1].data.offset):
+                    reader.skip_to(tensor.data.offset, f"what is before {tensor.data.key}")
+                    loaded[name] = self._read(reader, tensor, self._parameters[name].dtype)
+                    self._mark(name, tensor)
+                reader.skip_to(file.stat().st_size, "its end")
+                self.digests[file] = reader.end()
+        return loaded
+
+    def _mark(self, name: str, tensor: StoredTensor) -> None:
+        owner, _, last = name.rpartition(".")
+        module = self._model.get_submodule(owner)
+        if last == "weight" and isinstance(module, Linear):
+            module.quantized = tensor.quantized
+
+    def _read(self, reader: FileReader, tensor: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+        """The next tensor of the file as numbers of ``dtype``, in blocks of rows."""
+        header = tensor.data
+        whole = torch.empty(tensor.shape, dtype=dtype, device=self._device)
+        rows = whole.view(1, -1) if len(tensor.shape) == 1 else whole.view(tensor.shape[0], -1)
+        scale = None if tensor.scale is None else read_tensor(tensor.scale)
+        for block in _row_blocks(header, rows.shape[0], tensor.quantized):
+            out = rows[block]
+            if out.device.type == "cpu" and _DTYPES[header.dtype] == dtype:
+                reader.read_into(_bytes_of(out), header.key)
+                _check_numbers(out, header)
+                continue
+            stored = self._stage(header.nbytes // rows.shape[0] * out.shape[0])
+            reader.read_into(_bytes_of(stored), header.key)
+            numbers = _dequantized(stored.view(_DTYPES[header.dtype]).view(out.shape[0], -1), scale, tensor, block)
+            _check_numbers(numbers, header)
+            out.copy_(numbers)
+        return whole
+
+    def _stage(self, nbytes: int) -> torch.Tensor:
+        """Memory for bytes as they are stored; the same for every block."""
+        if len(self._staging) < nbytes:
+            self._staging = torch.empty(nbytes, dtype=torch.uint8)
+        return self._staging[:nbytes]
 
 
-def _check_draft(model_dir: Path, config: ModelConfig, keys: list[str]) -> None:
-    """Refuses what is no NextN layer, or one that would need more state than a sliding window."""
-    if other := sorted(key for key in keys if re.match(r"mtp\.\d+\.main_proj\.", key)):
-        raise CheckpointError(
-            f"{model_dir}: {other[0]} shows a DSpark draft, this server runs NextN drafts; go without: "
-            "--draft off on the prefill node, --spec-tokens 0 on the decode node"
-        )
-    if "mtp.0.e_proj.weight" not in keys:
-        raise CheckpointError(f"{model_dir} has no NextN draft layer (no mtp.0.e_proj.weight); use --spec-tokens 0")
-    if more := sorted(key for key in keys if key.startswith("mtp.") and not key.startswith("mtp.0.")):
-        raise CheckpointError(f"{model_dir}: {more[0]} belongs to a second draft layer; this server runs one")
-    if config.draft_ratio not in (None, SLIDING):
-        raise CheckpointError(
-            f"{model_dir}: compress_ratios gives the draft layer ratio {config.draft_ratio}, it must be {SLIDING} "
-            "(sliding window only): its compressed state could not be handed over"
-        )
+def read_tensor(header: TensorHeader) -> torch.Tensor:
+    """One tensor as it is stored. Raises :class:`CheckpointError` if its file ends before it does."""
+    tensor = torch.empty(header.nbytes, dtype=torch.uint8)
+    with header.file.open("rb") as stream:
+        stream.seek(header.offset)
+        if stream.readinto(_bytes_of(tensor)) != header.nbytes:
+            raise CheckpointError(f"{header.file} has become shorter while it was read: it ends within {header.key}")
+    return tensor.view(_DTYPES[header.dtype]).view(header.shape)
 
 
-def model_fingerprint(model_dir: Path) -> str:
-    """xxh3_128, in hex, over ``config.json`` and every weight file's bytes: two nodes that agree compute the same
-    function.
-    """
-    digest = xxhash.xxh3_128()
-    for file in [model_dir / "config.json", *tensor_files(model_dir)]:
-        digest.update(file.name.encode())
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()
+def _row_blocks(header: TensorHeader, n_rows: int, quantized: str) -> Iterator[slice]:
+    """Rows that are read at a time: whole blocks of scales."""
+    unit = WEIGHT_BLOCK if quantized == "fp8" else 1
+    step = max(1, BLOCK_NBYTES * n_rows // max(1, header.nbytes) // unit) * unit
+    for start in range(0, n_rows, step):
+        yield slice(start, min(start + step, n_rows))
 
 
-def _parameter_name(key: str) -> str:
+def _dequantized(stored: torch.Tensor, scale: torch.Tensor | None, tensor: StoredTensor, rows: slice) -> torch.Tensor:
+    """The numbers of the rows ``rows`` of a tensor, ``[rows, width]``."""
+    if scale is None:
+        return stored
+    if tensor.quantized == "fp4":
+        return dequantize_fp4(stored, scale[rows])
+    return dequantize_fp8(stored, scale[rows.start // WEIGHT_BLOCK : -(-rows.stop // WEIGHT_BLOCK)])
+
+
+def _check_numbers(numbers: torch.Tensor, header: TensorHeader) -> None:
+    """No weight is a NaN or an infinity: then bytes of the file, or of its scales, are damaged."""
+    if numbers.dtype.is_floating_point and not all(edge.isfinite() for edge in numbers.aminmax()):
+        raise CheckpointError(f"{header.file}: {header.key} holds a number that is not finite: the file is damaged")
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.view(torch.uint8).numpy().data.cast("B")
+
+
+def parameter_name(key: str) -> str:
     """Official key -> parameter name: the hyper-connection tensors live in a module of their own (``hc_attn_fn`` ->
     ``hc_attn.fn``).
     """
@@ -128,35 +206,3 @@ def _parameter_name(key: str) -> str:
 def official_key(name: str) -> str:
     """Parameter name -> official key, the inverse of what the loader does."""
     return re.sub(r"\b(hc_attn|hc_ffn|hc_head)\.(fn|base|scale)$", r"\1_\2", name)
-
-
-def _check_names(model_dir: Path, expected: Iterable[str], names: dict[str, str]) -> None:
-    wanted, have = set(expected), set(names.values())
-    if quantized := sorted(key for key in names if key.endswith(".scale") and "hc_" not in key):
-        raise CheckpointError(
-            f"{model_dir}: {quantized[0]} belongs to a quantized checkpoint; convert it to bfloat16 or float32"
-        )
-    problems = []
-    if missing := sorted(official_key(name) for name in wanted - have):
-        problems.append(f"missing {_some(missing)}")
-    if extra := sorted(key for key, name in names.items() if name not in wanted):
-        problems.append(f"unknown {_some(extra)}")
-    if problems:
-        raise CheckpointError(f"{model_dir}: the tensors do not fit config.json: {'; '.join(problems)}")
-
-
-def _check_tensor(header: TensorHeader, expected: tuple[int, ...]) -> None:
-    if header.dtype in _QUANTIZED:
-        raise CheckpointError(
-            f"{header.file}: {header.key} is stored as {header.dtype}: quantized checkpoints are not supported yet; "
-            "convert to bfloat16 or float32"
-        )
-    if header.shape != expected:
-        raise CheckpointError(
-            f"{header.file}: {header.key} has shape {list(header.shape)}, config.json asks for {list(expected)}"
-        )
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

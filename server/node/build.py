@@ -30,11 +30,12 @@ from server.kernels.sampling import SampleKernel
 from server.memory import give_back
 from server.model.config import CheckpointError
 from server.model.interface import LoadedModel
-from server.model.loader import load_model, model_fingerprint
+from server.model.loader import load_checkpoint
 from server.model.state import state_components
 from server.node.checks import transport_factory
 from server.node.context import NodeContext, NodeSettings
 from server.node.options import NodeOptions
+from server.node.progress import reading_progress
 from server.telemetry.traces import TraceExporter
 from server.transfer.auth import Guard
 from server.transfer.deadlines import parse_deadlines
@@ -89,7 +90,8 @@ def build_resources(
     log.info("%s kernels (%s)", kernels.identity, kernels.reason)
     tokenizer = _load_tokenizer(options.model, options.default_max_tokens)
     _check_chat(tokenizer, options)
-    model = _load_model(options, kernels, draft=draft)
+    loaded = _load_model(options, kernels, draft=draft)
+    model = loaded.model
     geometry = CacheGeometry(
         page_size=options.page_size,
         pages=options.pages + 1,  # item 0 is never handed out
@@ -118,7 +120,7 @@ def build_resources(
         arena=arena,
         allocator=allocator,
         identity=ModelIdentity(
-            model=model_fingerprint(options.model),
+            model=loaded.fingerprint,
             tokenizer=tokenizer.fingerprint,
             dtype=options.dtype,
             kernels=kernels.identity,
@@ -146,6 +148,7 @@ def build_resources(
             "architectures": ["DeepseekV4ForCausalLM"],
             "kernels_reason": kernels.reason,
             "draft": runner.drafts,
+            "checkpoint_draft": loaded.draft_of_checkpoint,
             "default_max_tokens": n_default,
             "default_max_tokens_pages": allocator.pages_for(n_default),
         },
@@ -158,15 +161,27 @@ def _instance(options: NodeOptions) -> str:
     return f"{options.host}:{options.port}"
 
 
-def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> LoadedModel:
-    model = load_model(
-        options.model,
-        dtype=TORCH_DTYPES[options.dtype],
-        device=options.device,
-        deterministic=options.deterministic,
-        draft=draft,
-    )
-    loaded = kernels.take(model)
+@dataclass(frozen=True)
+class _Loaded:
+    """A model, the fingerprint of its files, and what kind of draft they carry."""
+
+    model: LoadedModel
+    fingerprint: str
+    draft_of_checkpoint: str
+
+
+def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> _Loaded:
+    with reading_progress("weights") as on_progress:
+        checkpoint = load_checkpoint(
+            options.model,
+            dtype=TORCH_DTYPES[options.dtype],
+            device=options.device,
+            deterministic=options.deterministic,
+            draft=draft,
+            on_progress=on_progress,
+        )
+    loaded = _Loaded(kernels.take(checkpoint.network), checkpoint.fingerprint, checkpoint.draft)
+    del checkpoint
     give_back()
     return loaded
 

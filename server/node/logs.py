@@ -30,6 +30,7 @@ MAX_LINE_CHARS = 32 << 10
 FLUSH_S = 2.0
 """How long the end of a process waits for its last lines to be written."""
 _BLOCK_NBYTES = 64 << 10
+_CLEAR_LINE = b"\r\x1b[K"
 
 LIBRARY_LEVELS = {"httpx": logging.WARNING, "transformers": logging.WARNING, "uvicorn.error": logging.WARNING}
 """Libraries that log at ``info`` what only their developers need."""
@@ -48,6 +49,7 @@ class LogWriter:
         self._n_unreported = 0
         self._changed = threading.Condition()
         self._closing = False
+        self._has_status = False
         self._thread = threading.Thread(target=self._run, name="log writer", daemon=True)
 
     def start(self) -> None:
@@ -62,12 +64,34 @@ class LogWriter:
         """Queues one line (without its line end). Never waits for the reader of the log."""
         data = line.encode("utf-8", "backslashreplace") + b"\n"
         with self._changed:
+            if self._has_status:
+                data, self._has_status = _CLEAR_LINE + data, False
             if self._nbytes + len(data) > self._max_nbytes:
                 self.n_dropped += 1
                 self._n_unreported += 1
                 return
             self._lines.append(data)
             self._nbytes += len(data)
+            self._changed.notify()
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether somebody can watch a line change."""
+        return os.isatty(self._fd) and os.environ.get("TERM") != "dumb"
+
+    @property
+    def n_columns(self) -> int:
+        return os.get_terminal_size(self._fd).columns
+
+    def put_status(self, text: str) -> None:
+        """On a terminal: shows ``text`` below the log until the next line or status; an empty one takes it away."""
+        data = _CLEAR_LINE + text.encode("utf-8", "backslashreplace")
+        with self._changed:
+            if self._nbytes + len(data) > self._max_nbytes:
+                return
+            self._lines.append(data)
+            self._nbytes += len(data)
+            self._has_status = bool(text)
             self._changed.notify()
 
     def close(self, timeout_s: float = FLUSH_S) -> bool:
@@ -126,7 +150,7 @@ class QueueingHandler(logging.Handler):
 
     def __init__(self, writer: LogWriter) -> None:
         super().__init__()
-        self._writer = writer
+        self.writer = writer
         self.setFormatter(logging.Formatter(FORMAT))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -136,7 +160,13 @@ class QueueingHandler(logging.Handler):
             line = f"a line of {record.name} could not be formatted ({error!r}): {record.msg!r}"
         if len(line) > MAX_LINE_CHARS:
             line = f"{line[:MAX_LINE_CHARS]}... ({len(line)} characters)"
-        self._writer.put(line)
+        self.writer.put(line)
+
+
+def log_terminal() -> LogWriter | None:
+    """The writer of this process's log, if that is a terminal."""
+    writers = [handler.writer for handler in logging.getLogger().handlers if isinstance(handler, QueueingHandler)]
+    return next((writer for writer in writers if writer.is_terminal), None)
 
 
 class _StderrLines(io.TextIOBase):

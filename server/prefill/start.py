@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from server.model.loader import has_draft
+from server.model.checkpoint import has_draft
 from server.node.build import build_resources
 from server.node.checks import Keys
 from server.node.serve import serve

@@ -15,8 +15,8 @@ import pytest
 
 from server.cache.live import LIVE_RULES
 from server.engine.tokenizer import Tokenizer
+from server.model.fingerprint import model_fingerprint
 from server.model.interface import LoadedModel
-from server.model.loader import model_fingerprint
 from server.model.state import state_components
 from tests.support.checkpoints import BUNDLED
 from tests.support.http import http_server

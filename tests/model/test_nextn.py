@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from server.cache.layout import Placement
 from server.cache.live import LIVE_RULES
 from server.model.batch import Segment
+from server.model.checkpoint import has_draft
 from server.model.config import CheckpointError
 from server.model.interface import LoadedModel
-from server.model.loader import has_draft, load_model
+from server.model.loader import load_model
 from tests.model.plain_nextn import plain_nextn
 from tests.support.checkpoints import tensors_of, write_checkpoint
 from tests.support.models import BOTH, load
@@ -86,7 +87,7 @@ def test_other_kinds_of_draft_are_refused_by_name(checkpoint: Path, tmp_path: Pa
     dspark = tmp_path / "dspark"
     write_checkpoint(dspark, seed=5)
     save_file({"mtp.0.main_proj.weight": torch.zeros(4, 4)}, dspark / "draft.safetensors")
-    assert has_draft(dspark)
+    assert not has_draft(dspark)
     with pytest.raises(CheckpointError, match=r"mtp\.0\.main_proj\.weight shows a DSpark draft"):
         load_model(dspark, draft=True)
     load_model(dspark)
