@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from server.model.batch_invariant import sigmoid
+from server.model.stored import StoredWeight
 
 ROW_TILE = 16
 """Rows of one GEMM in deterministic mode: a row's result then depends on nothing else in the batch."""
@@ -45,7 +46,8 @@ def pad_rows(x: torch.Tensor, row_tile: int) -> torch.Tensor:
 class Linear(nn.Module):
     """A bias-free linear map ``[rows, in] -> [rows, out]``, key ``<name>.weight``.
 
-    ``quantized`` says how the checkpoint stores the weight: ``fp8``, ``fp4``, or empty for plain numbers.
+    ``quantized`` says how the checkpoint stores the weight: ``fp8``, ``fp4``, or empty for plain numbers. ``stored`` is
+    a weight that stays in its file: then ``weight`` is empty.
     """
 
     def __init__(self, n_in: int, n_out: int, row_tile: int, dtype: torch.dtype) -> None:
@@ -53,9 +55,14 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(n_out, n_in, dtype=dtype), requires_grad=False)
         self.row_tile = row_tile
         self.quantized = ""
+        self.stored: StoredWeight | None = None
+
+    def matrix(self) -> torch.Tensor:
+        """The numbers ``[out, in]`` of the weight."""
+        return self.weight if self.stored is None else self.stored.numbers()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return matmul_rows(x, self.weight, self.row_tile)
+        return matmul_rows(x, self.matrix(), self.row_tile)
 
 
 class RMSNorm(nn.Module):

@@ -151,3 +151,12 @@ void expand_row(const StoredTensor& tensor, int64_t row, int64_t column, int64_t
 }
 
 }  // namespace kernels
+
+void kernels_expand(const StoredTensor* tensor, int64_t row, int64_t count, int64_t column, int64_t length,
+                    int64_t width, float* to) {
+    kernels::expand({tensor, row, static_cast<int>(count)}, column, length, static_cast<int>(width), to);
+}
+
+void kernels_expand_row(const StoredTensor* tensor, int64_t row, int64_t column, int64_t count, float* to) {
+    kernels::expand_row(*tensor, row, column, count, to);
+}

@@ -26,3 +26,12 @@ int64_t scale_columns(const StoredTensor& tensor);
 int64_t scale_rows_of_block(const StoredTensor& tensor);
 
 }  // namespace kernels
+
+#pragma GCC visibility push(default)
+extern "C" {
+// Each by itself: to [length, width], and to [count].
+void kernels_expand(const StoredTensor* tensor, int64_t row, int64_t count, int64_t column, int64_t length,
+                    int64_t width, float* to);
+void kernels_expand_row(const StoredTensor* tensor, int64_t row, int64_t column, int64_t count, float* to);
+}
+#pragma GCC visibility pop
