@@ -1,0 +1,132 @@
+"""A checkpoint whose weights stay in its files computes the bits of one that is loaded, with less memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from server.cache.arena import Arena
+from server.cache.layout import ArenaLayout, Placement
+from server.cache.specs import CacheGeometry
+from server.kernels.choice import Kernels, choose_kernels
+from server.model.batch import Segment
+from server.model.config import CheckpointError
+from server.model.interface import BoundModel, LoadedModel
+from server.model.loader import load_checkpoint
+from server.model.packed import map_checkpoint
+from server.model.state import state_components
+from server.model.stored import WeightsUnreadable
+from tests.support.checkpoints import BUNDLED
+from tests.support.quantized_checkpoints import BASE, OFFICIAL, make_quantized
+
+ALL = 1 << 30
+PLACE = Placement(2, (3, 1))
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "official": OFFICIAL,
+    "base": BASE,
+    "odd sizes": OFFICIAL
+    | {"hidden_size": 146, "moe_intermediate_size": 82, "q_lora_rank": 75, "o_lora_rank": 27, "vocab_size": 131},
+    "many experts": OFFICIAL | {"n_routed_experts": 24, "num_experts_per_tok": 3},
+}
+
+
+@pytest.fixture(scope="module", params=[*CHECKPOINTS, "bundled"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "bundled":
+        return BUNDLED
+    return make_quantized(tmp_path_factory.mktemp("made"), **CHECKPOINTS[request.param]).path
+
+
+@pytest.fixture(params=["cpu", "python"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    chosen = choose_kernels("auto" if request.param == "cpu" else "python", "cpu")
+    if chosen.name != request.param:
+        pytest.skip(chosen.reason)
+    return chosen
+
+
+def bind(model: LoadedModel) -> BoundModel:
+    dtype = str(model.dtype).removeprefix("torch.")
+    components = state_components(model.config, dtype, 0, draft=True)
+    geometry = CacheGeometry(256, 4, 4, model.config.sliding_window, 0, components)
+    return model.bind(Arena(ArenaLayout.from_geometry(geometry)))
+
+
+def results(model: LoadedModel, threads: int = 1) -> list[torch.Tensor]:
+    """Logits and streams of a prompt in two chunks, a decode step, and a draft step."""
+    bound = bind(model)
+    bound.set_threads(threads)
+    ids = torch.randint(model.config.vocab_size, (330,), generator=torch.Generator().manual_seed(3)).tolist()
+    try:
+        first = bound.forward([Segment(ids[:150], 0, PLACE)], every_row=True)
+        second = bound.forward([Segment(ids[150:-1], 150, PLACE)], every_row=False, with_hidden=True)
+        third = bound.forward([Segment(ids[-1:], 329, PLACE)], every_row=True)
+        draft = bound.draft([Segment(ids[1:150], 0, PLACE)], first.streams[:149])
+    finally:
+        bound.set_threads(1)
+    hidden = second.hidden if second.hidden is not None else torch.empty(0)
+    return [first.logits, first.streams, second.logits, hidden, third.logits, draft.logits, draft.streams]
+
+
+def smallest_budget(path: Path, kernels: Kernels, dtype: torch.dtype) -> int:
+    with pytest.raises(CheckpointError, match=r"--weights-memory 1: this checkpoint needs at least (\d+)") as refused:
+        kernels.take(map_checkpoint(path, 1, dtype=dtype, draft=True).network)
+    return int(str(refused.value).split("at least ")[1].split()[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_is_dequantized_bit_for_bit(path: Path, kernels: Kernels, dtype: torch.dtype) -> None:
+    loaded = load_checkpoint(path, dtype=dtype, draft=True)
+    wanted = results(kernels.take(loaded.network))
+    smallest = smallest_budget(path, kernels, dtype)
+    for budget, threads in ((ALL, 1), (smallest, 1), (smallest + (1 << 20), 2)):
+        mapped = map_checkpoint(path, budget, dtype=dtype, draft=True)
+        assert (mapped.fingerprint, mapped.draft) == (loaded.fingerprint, loaded.draft)
+        model = kernels.take(mapped.network)
+        for name, got, expected in zip("abcdefg", results(model, threads), wanted, strict=True):
+            assert torch.equal(got, expected), (name, budget, threads)
+        state = model.weights_state()
+        assert state.mode == "packed"
+        assert state.loaded_nbytes + state.resident_nbytes <= budget == state.budget_nbytes
+        assert state.misses > 0
+        assert state.read_nbytes > 0
+
+
+def test_large_weights_are_not_loaded(path: Path) -> None:
+    network = map_checkpoint(path, ALL).network
+    assert network.stored is not None
+    held = sum(parameter.nbytes for parameter in network.parameters())
+    assert held == network.stored.loaded_nbytes
+    whole = sum(parameter.nbytes for parameter in load_checkpoint(path).network.parameters())
+    assert held < 0.2 * whole
+
+
+def test_loaded_weights_say_so(kernels: Kernels) -> None:
+    state = kernels.take(load_checkpoint(BUNDLED).network).weights_state()
+    assert (state.mode, state.budget_nbytes, state.misses) == ("dequantized", 0, 0)
+
+
+def test_file_that_is_cut_off_is_named(tmp_path: Path, kernels: Kernels) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(BUNDLED, copy)
+    bound = bind(kernels.take(map_checkpoint(copy, ALL, draft=True).network))
+    bound.forward([Segment([5, 6], 0, PLACE)], every_row=False)
+    (file,) = copy.glob("*.safetensors")
+    os.truncate(file, 4096)
+    for _ in range(2):
+        with pytest.raises(WeightsUnreadable, match=rf"{file}.*\.weight cannot be read any more|shorter: .*weight"):
+            bound.forward([Segment([5, 6], 0, PLACE)], every_row=False)
+
+
+def test_file_that_is_short_at_the_start_is_refused(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(BUNDLED, copy)
+    (file,) = copy.glob("*.safetensors")
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=str(file)):
+        map_checkpoint(copy, ALL)
