@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from server.doctor.findings import Finding, ok
-from server.doctor.memory import has_draft_layer, size
+from server.doctor.memory import kind_of_draft, size
 from server.doctor.plan import NodePlan
-from server.model.config import load_config
+from server.model.config import Quantization, load_config
+from server.model.draft import Draft
 from server.model.tensor_files import tensor_headers
 from server.node.checks import check_model
+
+DRAFTS = {
+    Draft.NONE: "no draft layer",
+    Draft.NEXTN: "with a draft layer",
+    Draft.DSPARK: "with a DSpark draft, which is not loaded",
+    Draft.OTHER: "with draft tensors that are no single NextN layer, which are not loaded",
+}
 
 
 def files(plan: NodePlan) -> Iterator[Finding]:
@@ -19,6 +27,13 @@ def files(plan: NodePlan) -> Iterator[Finding]:
     config = load_config(model)
     headers = tensor_headers(model)
     paths = {header.file for header in headers}
-    words = f"{model}: {config.num_hidden_layers} layers, {len(headers)} tensors"
-    draft = "with a draft layer" if has_draft_layer(headers) else "no draft layer"
-    yield ok("checkpoint", f"{words}, {size(sum(path.stat().st_size for path in paths))}, {draft}")
+    draft = kind_of_draft(headers)
+    words = f"{model}: {config.num_hidden_layers} layers, {len(headers)} tensors{_quantized(config.quantization)}"
+    yield ok("checkpoint", f"{words}, {size(sum(path.stat().st_size for path in paths))}, {DRAFTS[draft]}")
+
+
+def _quantized(stored: Quantization) -> str:
+    if not stored.linears:
+        return ""
+    experts = f" and {stored.experts or 'plain'} experts" if stored.experts_stated else ""
+    return f" with {stored.linears} weights{experts}"

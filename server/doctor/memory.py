@@ -11,6 +11,7 @@ from server.cache.specs import ITEMSIZE, CacheGeometry
 from server.doctor.findings import Finding, error, ok, warning
 from server.doctor.plan import NodePlan
 from server.model.config import load_config
+from server.model.draft import Draft, draft_of
 from server.model.state import state_components
 from server.model.tensor_files import TensorHeader, tensor_headers
 from server.node.checks import check_model
@@ -67,7 +68,7 @@ def needed_memory(plan: NodePlan) -> NeededMemory:
     options = plan.options
     check_model(options.model)
     config, headers = load_config(options.model), tensor_headers(options.model)
-    draft = has_draft_layer(headers) if plan.draft is None else plan.draft
+    draft = kind_of_draft(headers) is Draft.NEXTN if plan.draft is None else plan.draft
     geometry = CacheGeometry(
         page_size=options.page_size,
         pages=options.pages + 1,
@@ -77,12 +78,19 @@ def needed_memory(plan: NodePlan) -> NeededMemory:
         components=state_components(config, options.dtype, plan.spec_tokens, draft=draft),
     )
     loaded = [header for header in headers if draft or not header.key.startswith("mtp.")]
-    weights = sum(h.n_elements * (8 if h.dtype in _INTEGERS else ITEMSIZE[options.dtype]) for h in loaded)
+    weights = sum(_loaded_nbytes(header, ITEMSIZE[options.dtype]) for header in loaded)
     return NeededMemory(weights, ArenaLayout.from_geometry(geometry).nbytes)
 
 
-def has_draft_layer(headers: list[TensorHeader]) -> bool:
-    return any(header.key.startswith("mtp.") for header in headers)
+def _loaded_nbytes(header: TensorHeader, itemsize: int) -> int:
+    """Of a tensor whose numbers take ``itemsize`` bytes: a byte of I8 holds two, a scale becomes part of its weight."""
+    if header.dtype in _INTEGERS:
+        return 8 * header.n_elements
+    return {"I8": 2, "F8_E8M0": 0}.get(header.dtype, 1) * header.n_elements * itemsize
+
+
+def kind_of_draft(headers: list[TensorHeader]) -> Draft:
+    return draft_of(header.key for header in headers)
 
 
 def free_memory(root: Path = Path("/")) -> FreeMemory:

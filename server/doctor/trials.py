@@ -61,7 +61,7 @@ def try_tensors(request: dict[str, Any]) -> list[Finding]:
     check_model(model)
     draft = has_draft(model) if request["draft"] is None else request["draft"]
     n_tensors = check_tensors(model, draft=draft)
-    return [ok("tensors", f"all {n_tensors} are there in the shapes of config.json")]
+    return [ok("tensors", f"all {n_tensors} are there in the shapes and number formats of config.json")]
 
 
 def try_tokenizer(request: dict[str, Any]) -> list[Finding]:

@@ -70,7 +70,11 @@ class Tokenizer:
         """Reads the tokenizer of ``model_dir``; nothing is downloaded. ``default_max_tokens`` counts where its
         generation_config.json has no ``max_new_tokens``.
 
+        What ends an answer is ``eos_token_id`` of generation_config.json, else of config.json, else the tokenizer's
+        own ``eos_token``.
+
         :raises FileNotFoundError: the directory has no ``tokenizer.json``.
+        :raises ValueError: an ``eos_token_id`` is no id of the tokenizer.
         """
         model_dir = Path(model_dir)
         files = read_tokenizer_files(model_dir)
@@ -78,7 +82,7 @@ class Tokenizer:
         return cls(
             files,
             fingerprint=tokenizer_fingerprint(model_dir),
-            eos_token_ids=_eos_token_ids(generation_config.get("eos_token_id"), files.id_of("eos_token")),
+            eos_token_ids=_eos_token_ids(model_dir, generation_config, files),
             sampling_defaults=sampling_defaults(generation_config, default_max_tokens),
         )
 
@@ -215,12 +219,19 @@ def tokenizer_fingerprint(model_dir: Path) -> str:
     return digest.hexdigest()
 
 
-def _eos_token_ids(configured: int | list[int] | None, from_tokenizer: int | None) -> frozenset[int]:
-    if isinstance(configured, int):
-        return frozenset({configured})
-    if configured:
-        return frozenset(configured)
-    return frozenset() if from_tokenizer is None else frozenset({from_tokenizer})
+def _eos_token_ids(model_dir: Path, generation_config: dict[str, Any], files: TokenizerFiles) -> frozenset[int]:
+    """Of the first file that says one (or a list of them), else of the tokenizer."""
+    n_ids = files.backend.get_vocab_size()
+    config = _read_json(model_dir / "config.json")
+    for name, content in (("generation_config.json", generation_config), ("config.json", config)):
+        said = content.get("eos_token_id")
+        ids = said if isinstance(said, list) else [] if said is None else [said]
+        if wrong := [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < n_ids]:
+            raise ValueError(f"{name}: eos_token_id is {wrong[0]!r}; allowed is an id below {n_ids}, or a list of them")
+        if ids:
+            return frozenset(ids)
+    own = files.id_of("eos_token")
+    return frozenset() if own is None else frozenset({own})
 
 
 def _read_json(path: Path) -> dict[str, Any]:

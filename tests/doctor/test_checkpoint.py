@@ -16,6 +16,7 @@ from server.doctor.findings import Finding, Level
 from server.node.options import BUNDLED_MODEL
 from tests.doctor.support import levels, only_error, plan_of
 from tests.support.byte_bpe import write_tokenizer_dir
+from tests.support.quantized_checkpoints import make_quantized
 
 WEIGHTS = "model.safetensors"
 
@@ -63,6 +64,24 @@ def test_a_wrong_shape_is_named(model: Path) -> None:
 
 def test_a_model_that_does_not_exist_is_said_so() -> None:
     assert "there is no such directory" in only_error(files(Path("/nowhere")))
+
+
+@pytest.mark.processes
+def test_a_quantized_checkpoint_is_known_by_its_headers(tmp_path: Path) -> None:
+    make_quantized(tmp_path, shards=2)
+    (finding,) = files(tmp_path)
+    assert "tensors with fp8 weights and fp4 experts, " in finding.words
+    assert levels(list(child.ask(["tensors"], {"model": str(tmp_path), "draft": None}))) == [Level.OK]
+    file = tmp_path / "model-00001-of-00002.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"F8_E4M3"', b'"F8_E5M2"', 1))
+    words = only_error(list(child.ask(["tensors"], {"model": str(tmp_path), "draft": None})))
+    assert "is stored as F8_E5M2, config.json asks for F8_E4M3" in words
+
+
+def test_a_draft_that_is_not_run_is_said_so(model: Path) -> None:
+    save_file({"mtp.0.main_proj.weight": np.zeros((2, 2), np.float32)}, model / "draft.safetensors")
+    (finding,) = files(model)
+    assert "with a DSpark draft, which is not loaded" in finding.words
 
 
 @pytest.mark.processes

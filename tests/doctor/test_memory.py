@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from server.doctor.findings import Level
 from server.doctor.memory import LIBRARIES_NBYTES, free_memory, memory, needed_memory
 from tests.doctor.support import only_error, plan_of
+from tests.support.quantized_checkpoints import BASE, OFFICIAL, make_quantized
 
 GIB = 1 << 30
 
@@ -77,3 +79,10 @@ def test_half_the_bytes_with_bfloat16() -> None:
     assert full.weights > 1.9 * half.weights
     assert full.pools > half.pools
     assert full.total == full.weights + full.pools + LIBRARIES_NBYTES
+
+
+@pytest.mark.parametrize("stored", [OFFICIAL, BASE], ids=["fp4", "fp8"])
+def test_quantized_weights_need_what_they_stand_for(tmp_path: Path, stored: dict[str, Any]) -> None:
+    made = make_quantized(tmp_path, draft=False, **stored)
+    needed = needed_memory(plan_of(model=tmp_path))
+    assert needed.weights == sum(tensor.nbytes for tensor in made.numbers.values())

@@ -147,6 +147,24 @@ def test_eos_ids_come_from_the_generation_config_else_from_the_tokenizer(tokeniz
     assert Tokenizer.load(one).eos_token_ids == {5}
 
 
+def test_eos_ids_of_the_config_count_where_the_generation_config_has_none(tmp_path: Path) -> None:
+    """As in transformers, which makes a generation config from config.json where there is no other."""
+    model_dir = write_tokenizer_dir(tmp_path)
+    (model_dir / "config.json").write_text(json.dumps({"eos_token_id": 7}), encoding="utf-8")
+    assert Tokenizer.load(model_dir).eos_token_ids == {7}
+    (model_dir / "generation_config.json").write_text(json.dumps({"temperature": 0.5}), encoding="utf-8")
+    assert Tokenizer.load(model_dir).eos_token_ids == {7}
+    (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}), encoding="utf-8")
+    assert Tokenizer.load(model_dir).eos_token_ids == {5, 6}
+
+
+@pytest.mark.parametrize("wrong", ["<eos>", True, 1.0, -1, 396, [1, 396], {"a": 1}])
+def test_an_eos_id_that_is_none_is_named_with_its_file(tmp_path: Path, wrong: object) -> None:
+    write_tokenizer_dir(tmp_path, generation_config={"eos_token_id": wrong})
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id is .* allowed is an id below 396"):
+        Tokenizer.load(tmp_path)
+
+
 def test_fingerprint_depends_on_the_files_alone(model_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     copy = write_tokenizer_dir(tmp_path / "other" / "place", generation_config={"eos_token_id": 3})
     assert Tokenizer.load(copy).fingerprint == tokenizer.fingerprint
