@@ -22,6 +22,7 @@ SHARED_BY_THE_ROLES = (
     "server.cache",
     "server.failure",
     "server.faults",
+    "server.sizes",
     "server.telemetry",
     "server.threads",
 )

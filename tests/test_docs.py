@@ -23,8 +23,8 @@ from server.cache.layout import ArenaLayout
 from server.cache.live import LIVE_RULES, live_positions
 from server.cache.specs import CacheGeometry
 from server.decode import launch as decode_launch
-from server.model.config import load_config
 from server.model.checkpoint import has_draft
+from server.model.config import load_config
 from server.model.state import state_components
 from server.node.options import BUNDLED_MODEL
 from server.prefill import launch as prefill_launch

@@ -213,7 +213,9 @@ class _Packer:
         if self.stored is not None and all(is_stored):
             return self.stored.matrix(*names)
         if any(is_stored):
-            raise CheckpointError(f"of {', '.join(names)} some have a dtype that cannot stay in its file: dequantize it")
+            raise CheckpointError(
+                f"of {', '.join(names)} some cannot stay in their files: use --weights dequantized"
+            )
         parts = [self.tensors.pop(name) for name in names]
         packed: abi.Matrix = self.groups([parts[0] if len(parts) == 1 else torch.cat(parts)]).first
         return packed

@@ -21,7 +21,7 @@ _ENCODINGS = {
 
 
 class StoredMatrices:
-    """The mapped weights of ``checkpoint`` under one budget. Raises :class:`CheckpointError` where that is too small."""
+    """The mapped weights of ``checkpoint`` under its budget. Raises :class:`CheckpointError` where that is small."""
 
     def __init__(self, checkpoint: StoredCheckpoint, library: ctypes.CDLL) -> None:
         self._checkpoint, self._library = checkpoint, library

@@ -31,7 +31,9 @@ class DeepseekV4(nn.Module):
         super().__init__()
         self.config, self.dtype, self.row_tile = config, dtype, row_tile
         # nn.Embedding() draws its weights, and on the meta device torch imports its compiler for that: over a second
-        self.embed: nn.Module = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
+        self.embed: nn.Module = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+        )
         self.layers = nn.ModuleList(
             [Block(config, i, ratio, row_tile, dtype) for i, ratio in enumerate(config.compress_ratios)]
         )

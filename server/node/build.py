@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry, disable_created_metrics
@@ -27,16 +28,19 @@ from server.faults.injection import hooks_of
 from server.faults.spec import FaultSet
 from server.kernels.choice import Kernels, choose_kernels
 from server.kernels.sampling import SampleKernel
-from server.memory import give_back
+from server.memory import give_back, half_of_memory
 from server.model.config import CheckpointError
+from server.model.fingerprint import default_cache_dir
 from server.model.interface import LoadedModel
 from server.model.loader import load_checkpoint
+from server.model.packed import map_checkpoint
 from server.model.state import state_components
 from server.node.checks import transport_factory
 from server.node.context import NodeContext, NodeSettings
 from server.node.options import NodeOptions
 from server.node.progress import reading_progress
 from server.telemetry.traces import TraceExporter
+from server.telemetry.weights import watch_weights
 from server.transfer.auth import Guard
 from server.transfer.deadlines import parse_deadlines
 from server.transfer.manifest import ModelIdentity
@@ -113,7 +117,13 @@ def build_resources(
     )
     runner, commands = ModelRunner(model, arena), queue.SimpleQueue[Command]()
     metrics = NodeMetrics(CollectorRegistry())
+
+    def weights() -> dict[str, Any]:
+        return asdict(model.weights_state())
+
     metrics.show_kernels(kernels.identity, kernels.reason)
+    if options.weights == "packed":
+        watch_weights(metrics.registry, weights)
     context = NodeContext(
         submit_command=commands.put,
         make_transport=transport_factory(options),
@@ -129,6 +139,7 @@ def build_resources(
         tokenizer=tokenizer,
         sampling_defaults=tokenizer.sampling_defaults,
         metrics=metrics,
+        weights=weights,
         hooks=hooks_of(faults, arena),
         traces=TraceExporter(options.otlp, role, _instance(options), metrics.registry) if options.otlp else None,
     )
@@ -171,15 +182,27 @@ class _Loaded:
 
 
 def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> _Loaded:
+    dtype, deterministic = TORCH_DTYPES[options.dtype], options.deterministic
     with reading_progress("weights") as on_progress:
-        checkpoint = load_checkpoint(
-            options.model,
-            dtype=TORCH_DTYPES[options.dtype],
-            device=options.device,
-            deterministic=options.deterministic,
-            draft=draft,
-            on_progress=on_progress,
-        )
+        if options.weights == "packed":
+            checkpoint = map_checkpoint(
+                options.model,
+                options.weights_memory or half_of_memory(),
+                dtype=dtype,
+                deterministic=deterministic,
+                draft=draft,
+                cache_dir=default_cache_dir(),
+                on_progress=on_progress,
+            )
+        else:
+            checkpoint = load_checkpoint(
+                options.model,
+                dtype=dtype,
+                device=options.device,
+                deterministic=deterministic,
+                draft=draft,
+                on_progress=on_progress,
+            )
     loaded = _Loaded(kernels.take(checkpoint.network), checkpoint.fingerprint, checkpoint.draft)
     del checkpoint
     give_back()

@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from server.node.cli import OneOf, option
+from server.sizes import nbytes_of
 
 MAX_THREADS = 1024
 """A typing error must not take all threads of a machine."""
@@ -101,6 +102,17 @@ def port_number(text: str) -> int:
     return value
 
 
+def memory_size(text: str) -> int:
+    """Bytes, as an option's type: ``2GiB``, ``500MB`` or a number."""
+    try:
+        nbytes = nbytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not nbytes:
+        raise argparse.ArgumentTypeError("0 bytes are no memory")
+    return nbytes
+
+
 def whole_number(text: str) -> int:
     try:
         return int(text)
@@ -133,6 +145,19 @@ class NodeOptions:
     served_model_name: str = option("model", "name in the API (default: the directory's name)", metavar="NAME")
     dtype: str = option("model", "weights and activations", default="float32", choices=("float32", "bfloat16"))
     device: str = option("model", "where the model and its state live", default="cpu", choices=("cpu", "cuda"))
+    weights: str = option(
+        "model",
+        "dequantized: in memory, as numbers of --dtype; packed: as stored, in the checkpoint's files, which may be "
+        "larger than the memory: read when they are used (docs/weights.md)",
+        default="dequantized",
+        choices=("dequantized", "packed"),
+    )
+    weights_memory: int | None = option(
+        "model",
+        "with --weights packed: most memory for weights, such as 8GiB (default: half of this machine's)",
+        type=memory_size,
+        metavar="BYTES",
+    )
 
     chat_format: str = option(
         "chat",
