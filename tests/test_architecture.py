@@ -58,6 +58,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "server.transfer",
         "server.cache",
         "server.faults.spec",
+        "server.sizes",
     ),
     "server.prefill": ("server.prefill", *SHARED_BY_THE_ROLES),
     "server.decode": ("server.decode", *SHARED_BY_THE_ROLES),

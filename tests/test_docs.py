@@ -6,10 +6,12 @@ import argparse
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import benchmark.main as bench
+import checkpoint_making.main as make_checkpoint
 import demo.main as demo
 import fault_cases.main as faults
 import fuzzing.main as fuzz
@@ -21,6 +23,7 @@ from evaluation import gsm8k, knockout
 
 from server.cache.layout import ArenaLayout
 from server.cache.live import LIVE_RULES, live_positions
+from server.cache.row_formats import QUANTIZED_ROWS, Fp8IndexRow, Fp8KvRow, Mxfp4IndexRow
 from server.cache.specs import CacheGeometry
 from server.decode import launch as decode_launch
 from server.model.checkpoint import has_draft
@@ -50,6 +53,7 @@ PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "fuzz.py": fuzz.main,
     "lifecycle.py": walk.main,
     "explain.py": timeline.main,
+    "make_checkpoint.py": make_checkpoint.parse_args,
 }
 RUN_ELSEWHERE = ("curl", "test", "-m", "kubectl", "(umask", "setup")
 """``curl`` against a real pair; ``scripts/test`` runs this; ``-m`` (of Python) starts the router, which is not ours."""
@@ -124,6 +128,34 @@ def test_worked_example_has_the_numbers_of_the_bundled_model() -> None:
     assert f"{sum(nbytes.values()):,} bytes. The bound" in text
 
 
+def test_worked_example_has_the_numbers_of_quantized_rows() -> None:
+    config = load_config(BUNDLED_MODEL)
+    components = state_components(config, "float32", draft=True, kv_dtype="fp8")
+    layout = ArenaLayout.from_geometry(CacheGeometry(256, 257, 33, config.sliding_window, 0, components))
+    said = LAYOUT.read_text(encoding="utf-8").rpartition("With `--kv-dtype fp8`")[2].replace("\n", " ")
+    rows = dict(re.findall(r"`(\w+)`(?: has)? (\d+)", said))
+    assert rows == {c.name: str(c.row_nbytes) for c in layout.components if c.dtype in QUANTIZED_ROWS}
+    moved = sum(layout.live_nbytes(300).values())
+    assert f"{moved:,} bytes, a page is {layout.page_nbytes:,} bytes, and the arena {layout.nbytes:,}." in said
+
+
+def test_tables_of_row_formats_have_the_offsets_of_the_code() -> None:
+    kv, mxfp4, fp8 = (rows[1:] for rows in tables(LAYOUT) if rows[0][0] == "what")
+    for column, row in ((1, Fp8KvRow(448, 64)), (2, Fp8KvRow(24, 8))):
+        starts = [0, row.rope_offset, row.scale_offset, row.scale_offset + row.n_scales]
+        assert [_ends(line[column]) for line in kv] == list(pairwise([*starts, row.nbytes]))
+    for table, format_ in ((mxfp4, Mxfp4IndexRow), (fp8, Fp8IndexRow)):
+        for column, width in ((1, 128), (2, 16)):
+            offset, nbytes = format_(width).scale_offset, format_(width).nbytes
+            assert [_ends(line[column]) for line in table] == [(0, offset), (offset, nbytes)]
+
+
+def _ends(cell: str) -> tuple[int, int]:
+    """``0 .. 447`` or ``8`` as start and stop."""
+    first, _, last = cell.partition(" .. ")
+    return int(first), int(last or first) + 1
+
+
 def test_readme_says_whether_the_bundled_checkpoint_has_a_draft() -> None:
     says_none = "bundled checkpoint has no NextN draft layer" in README.read_text(encoding="utf-8")
     assert says_none is not has_draft(BUNDLED_MODEL)
@@ -169,6 +201,7 @@ def test_named_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
         fuzz.main,
         walk.main,
         timeline.parse_args,
+        make_checkpoint.parse_args,
     )
     helps = "".join(help_of(command, capsys) for command in commands)
     for script in ("setup", "test"):

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from cluster.ports import HOST
 from server.transfer.addresses import split_address
-from server.transfer.protocol import Pong, ProtocolError, Registered, decode
+from server.transfer.frames import ProtocolError, decode
+from server.transfer.protocol import Pong, Registered
 
 _GREETING_NBYTES = 64
 _LONG, _COMMAND = 0x02, 0x04

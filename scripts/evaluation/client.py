@@ -39,16 +39,19 @@ class Answer:
     draft_steps: int = 0
     accepted: int = 0
     chunk_times_s: list[float] = field(default_factory=list)
+    n_together: int = 0
+    """Chunks with text that were read at once with the one before: between them no time can be measured."""
     total_s: float = 0.0
 
-    def add(self, event: dict[str, Any], now_s: float) -> str:
-        """Takes one event of the stream; its text."""
+    def add(self, event: dict[str, Any], now_s: float, *, is_together: bool = False) -> str:
+        """Takes one event of the stream; its text. ``is_together``: it was read at once with the event before."""
         text = ""
         for choice in event.get("choices") or []:
             text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
         if text:
             self.text += text
+            self.n_together += is_together and bool(self.chunk_times_s)
             self.chunk_times_s.append(now_s)
         # what the head of the stream could not say yet, if it went out before the prompt was computed
         pd = event.get("pd") or {}
@@ -67,15 +70,29 @@ class Answer:
         return self.chunk_times_s[0] if self.chunk_times_s else None
 
     @property
+    def has_intervals(self) -> bool:
+        """Whether there is more than one chunk with text."""
+        return len(self.chunk_times_s) > 1
+
+    @property
+    def intervals_are_known(self) -> bool:
+        """Whether they can be measured. Where most chunks are read together, server or client come late, and between
+        them lies only the time to read them.
+        """
+        return self.has_intervals and 2 * self.n_together < len(self.chunk_times_s) - 1
+
+    @property
     def tpot_s(self) -> float | None:
-        """Mean time per output token after the first."""
-        if self.completion_tokens < 2 or len(self.chunk_times_s) < 2:
+        """Mean time per output token after the first; None where it is not known."""
+        if self.completion_tokens < 2 or not self.intervals_are_known:
             return None
         return (self.chunk_times_s[-1] - self.chunk_times_s[0]) / (self.completion_tokens - 1)
 
     @property
     def itl_s(self) -> tuple[float, ...]:
-        """Gaps between chunks with text (one chunk may carry several tokens)."""
+        """Gaps between chunks with text (one chunk may carry several tokens), where they are known."""
+        if not self.intervals_are_known:
+            return ()
         return tuple(b - a for a, b in zip(self.chunk_times_s, self.chunk_times_s[1:], strict=False))
 
 
@@ -190,8 +207,10 @@ async def ask(
             client.stream("POST", endpoint.url, json=endpoint.body(prompt), headers=endpoint.headers) as response,
         ):
             answer.prefill, answer.room = response.headers.get("x-pd-prefill"), response.headers.get("x-pd-room")
+            n_read = 0
             async for event in events_of(response):
-                if text := answer.add(event, time.perf_counter() - started):
+                n_read, n_before = response.num_bytes_downloaded, n_read
+                if text := answer.add(event, time.perf_counter() - started, is_together=n_read == n_before):
                     on_text(text)
     except TimeoutError:
         answer.error = f"no complete answer within {endpoint.timeout_s:g} s"

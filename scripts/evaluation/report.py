@@ -92,6 +92,7 @@ def as_json(run: Run) -> dict[str, Any]:
         "accept_length": run.accept_length,
         "served_by": dict(run.served_by),
         "ttft_s": _percentiles(a.ttft_s for a in ok),
+        "intervals": {"answers": sum(a.has_intervals for a in ok), "measured": sum(a.intervals_are_known for a in ok)},
         "tpot_s": _percentiles(a.tpot_s for a in ok),
         "itl_s": _percentiles(gap for a in ok for gap in a.itl_s),
         "latency_s": _percentiles(a.total_s for a in ok),
@@ -129,8 +130,15 @@ def print_run(console: Console, name: str, figures: dict[str, Any]) -> None:
         ("tokens/s per request", "output_tokens_per_s_per_request", 1.0),
     ):
         cells = [figures[key].get(f"p{p}") for p in PERCENTILES]
-        table.add_row(label, *("-" if cell is None else f"{cell * scale:.1f}" for cell in cells))
+        table.add_row(label, *("not measured" if cell is None else f"{cell * scale:.1f}" for cell in cells))
     console.print(table)
+    n_answers, n_measured = figures["intervals"]["answers"], figures["intervals"]["measured"]
+    if n_measured < n_answers:
+        console.print(
+            f"TPOT and ITL are those of {n_measured} of {n_answers} answers: of the others most pieces came together, "
+            "as on a machine with too much to do",
+            highlight=False,
+        )
     console.print(
         f"{figures['completion_tokens']} tokens in {figures['wall_s']:.1f} s: "
         f"{figures['output_tokens_per_s']:.1f} tokens/s, {figures['requests_per_s']:.2f} requests/s",

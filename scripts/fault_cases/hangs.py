@@ -19,7 +19,7 @@ from hostile.rogue_peer import rogue_peer, silent_port
 from fault_cases.reports import Seen, staged
 from fault_cases.stage import Stage, expect, question
 from server.transfer.addresses import split_address
-from server.transfer.protocol import seal
+from server.transfer.frames import seal
 
 LONG = 700
 TRIES = 5

@@ -18,8 +18,9 @@ from hostile.garbage import send_raw
 from hostile.rogue_peer import decode_manifest
 
 from fuzzing.messages import REGISTRATION, ROOMS, from_decode, from_prefill
+from server.transfer.frames import ProtocolError, decode, encode
 from server.transfer.manifest import Manifest
-from server.transfer.protocol import MAX_FRAME_NBYTES, AnyMessage, ProtocolError, Refused, Register, decode, encode
+from server.transfer.protocol import MAX_FRAME_NBYTES, AnyMessage, Refused, Register
 
 N_CONNECTIONS = 4
 SHARE_TO_DECODE = 0.2

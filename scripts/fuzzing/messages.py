@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from server.failure import FailureKind
+from server.transfer.frames import pack_tokens
 from server.transfer.manifest import Manifest
 from server.transfer.protocol import (
     MAX_ROOM,
@@ -35,7 +36,6 @@ from server.transfer.protocol import (
     Timings,
     Waiting,
     Writes,
-    pack_tokens,
     room_ids,
 )
 

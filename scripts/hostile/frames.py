@@ -11,18 +11,9 @@ from typing import Any
 
 import msgspec
 
+from server.transfer.frames import HEADER_NBYTES, ProtocolError, decode, encode, seal
 from server.transfer.manifest import PROTOCOL_VERSION
-from server.transfer.protocol import (
-    HEADER_NBYTES,
-    MAX_SMALL_FRAME_NBYTES,
-    AnyMessage,
-    ProtocolError,
-    Reserve,
-    RoomRequest,
-    decode,
-    encode,
-    seal,
-)
+from server.transfer.protocol import MAX_SMALL_FRAME_NBYTES, AnyMessage, Reserve, RoomRequest
 
 UNDERSTOOD, RAGGED = "understood", "ragged"
 """Fates of a frame that is a message, whose meaning is the node's business. ``RAGGED``: a ``Reserve`` with a prompt

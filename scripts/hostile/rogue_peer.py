@@ -15,11 +15,12 @@ from cluster import Node
 
 from server.cache.layout import ArenaLayout
 from server.cache.specs import CacheGeometry
-from server.model.config import load_config
 from server.model.checkpoint import has_draft
+from server.model.config import load_config
 from server.model.state import state_components
 from server.node.options import BUNDLED_MODEL
 from server.transfer.engines.mooncake import MooncakeEngine
+from server.transfer.frames import decode, encode, pack_tokens
 from server.transfer.manifest import Manifest, ModelIdentity, TransportIdentity, build_manifest, new_incarnation
 from server.transfer.protocol import (
     Abort,
@@ -36,9 +37,6 @@ from server.transfer.protocol import (
     RoomRequest,
     Sampling,
     Writes,
-    decode,
-    encode,
-    pack_tokens,
     room_ids,
 )
 
@@ -58,7 +56,9 @@ class RogueFailed(Exception):
 def decode_manifest(info: dict[str, Any], session: str, *, draft: bool = False) -> Manifest:
     """What a decode node says that fits the prefill node whose ``/server_info`` is ``info``."""
     config = load_config(BUNDLED_MODEL)
-    components = state_components(config, info["dtype"], 0, draft=draft)
+    components = state_components(
+        config, info["dtype"], 0, draft=draft, kv_dtype=info["kv_dtype"], index_dtype=info["index_dtype"]
+    )
     geometry = CacheGeometry(info["page_size"], PAGES + 1, SLOTS + 1, config.sliding_window, 0, components)
     layout = ArenaLayout.from_geometry(geometry)
     return build_manifest(
@@ -70,6 +70,7 @@ def decode_manifest(info: dict[str, Any], session: str, *, draft: bool = False) 
             info["dtype"],
             info["kernels"],
             info["deterministic"],
+            info["numerics"],
         ),
         TransportIdentity("mooncake", "any", "tcp"),
         layout,

@@ -63,6 +63,10 @@ class GenerateSampling(GenerationFields):
         return "logprob_start_len"
 
     @property
+    def logprobs_field(self) -> str:
+        return "return_logprob"
+
+    @property
     def n_logprobs(self) -> int | None:
         return self._n_logprobs
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from server.api.errors import InvalidRequest
-from server.engine.grammar import Grammar
+from server.engine.grammar import Grammar, check_length
 
 MAX_CHOICES = 1024
 
@@ -48,7 +48,13 @@ class GrammarFields(BaseModel):
             raise InvalidRequest(
                 list(found)[1], f"{' and '.join(found)} both say what the answer must look like: leave all but one out."
             )
-        return next(iter(found.values()), None)
+        for name, grammar in found.items():
+            try:
+                check_length(grammar.text)  # before anything else is made of it
+            except ValueError as error:
+                raise InvalidRequest(name, f"{name}: {error}", code="invalid_grammar") from error
+            return grammar
+        return None
 
     def _grammar_of(self, name: str) -> Grammar | None:
         value = getattr(self, name)

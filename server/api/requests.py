@@ -25,7 +25,7 @@ from server.api.rules import Rules
 from server.api.schemas import GenerationFields, StreamOptions
 from server.api.streaming import EventStream, LiveStream, StreamTimes, until_disconnect
 from server.api.tokenizing import check_prompt_length, check_token_id
-from server.engine.prompt_logprobs import over_limit
+from server.engine.prompt_logprobs import answers_over_limit, most_answer_tokens, over_limit
 from server.engine.request import (
     PREFILL_ROLE,
     Backend,
@@ -60,6 +60,7 @@ def check_request(backend: Backend, body: GenerationFields, n_prompts: int) -> l
     n_generations = n_prompts * body.n_generated
     if n_generations > MAX_GENERATIONS:
         raise InvalidRequest("n", f"{n_generations} generations (prompts times n) are more than {MAX_GENERATIONS}.")
+    _check_logprobs(backend, body, n_generations)
     for field, token_ids in {"stop_token_ids": body.stop_token_ids or (), **body.named_token_ids}.items():
         for token_id in token_ids:
             check_token_id(token_id, backend.tokenizer.vocab_size, field)
@@ -71,6 +72,16 @@ def check_request(backend: Backend, body: GenerationFields, n_prompts: int) -> l
         n_samples=body.n_generated,
         on_prefill=backend.role == PREFILL_ROLE,
     )
+
+
+def _check_logprobs(backend: Backend, body: GenerationFields, n_generations: int) -> None:
+    """:raises InvalidRequest: the answers may come to more log probabilities than are kept and spelled."""
+    n_top, asked = body.n_kept_logprobs, body.asked_max_tokens
+    if n_top is None or asked is None:
+        return
+    reason = answers_over_limit(min(asked, backend.max_context), n_top, n_generations)
+    if reason is not None:
+        raise InvalidRequest(body.logprobs_field, reason)
 
 
 async def serve(
@@ -154,9 +165,10 @@ def _generation_requests(
         raise InvalidRequest(body.prompt_logprobs_field, reason)
     for ids in prompts:
         sampling = _fit_context(backend, body, len(ids), prompt_field)
+        if sampling.logprobs is not None and body.asked_max_tokens is None:
+            most = most_answer_tokens(sampling.logprobs, len(prompts) * body.n_generated)
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, most))
         sampling = replace(sampling, bad_words=rules.bad_words, grammar=rules.grammar)
-        if body.n_generated > body.n_samples and sampling.logprobs is None:
-            sampling = replace(sampling, logprobs=0)  # the best are those with the largest sum
         prompt_ids = tuple(ids)  # one for all samples
         for sample in range(body.n_generated):
             seed = None if sampling.seed is None else sample_seed(sampling.seed, sample)

@@ -157,6 +157,16 @@ class GenerationFields(SamplingFields, GrammarFields, PromptFields):
         """How many alternatives are wanted beside each token's own log probability; None for no log probabilities."""
         raise NotImplementedError
 
+    @property
+    def n_kept_logprobs(self) -> int | None:
+        """The same, also where they only say which answers are the best: those with the largest sum."""
+        return 0 if self.n_logprobs is None and self.n_generated > self.n_samples else self.n_logprobs
+
+    @property
+    def logprobs_field(self) -> str:
+        """The name of the field that asks for what :attr:`n_kept_logprobs` says."""
+        return "best_of" if self.n_logprobs is None else "logprobs"
+
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """This request's parameters, with ``defaults`` where it says nothing."""
         asked: dict[str, Any] = {
@@ -169,7 +179,7 @@ class GenerationFields(SamplingFields, GrammarFields, PromptFields):
             "stop": (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop),
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,
-            "logprobs": self.n_logprobs,
+            "logprobs": self.n_kept_logprobs,
             "prompt_logprobs": self.n_prompt_logprobs,
             **self.asked_edits(),
         }

@@ -10,12 +10,21 @@ import torch
 
 from server.cache.layout import PROBE_NBYTES, ArenaLayout, Placement, Run
 from server.cache.owners import OwnerStamps
+from server.cache.row_formats import QUANTIZED_ROWS
 from server.cache.specs import Scope
 
 POISON_BYTE = 0xFF
-"""Fills free memory in poison mode: NaN in float32 and bfloat16, absurd in the hand-off row."""
+"""Fills free memory in poison mode: NaN in float32, bfloat16 and every quantized row (by its scales), absurd in the
+hand-off row.
+"""
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "uint8": torch.uint8,
+    **dict.fromkeys(QUANTIZED_ROWS, torch.uint8),
+}
+"""Of the elements of each row format."""
 
 
 class Arena:
@@ -47,8 +56,8 @@ class Arena:
         return self.layout.nbytes
 
     def view(self, name: str) -> torch.Tensor:
-        """A component as a strided tensor ``[items, rows, layers, width]`` of its own dtype, sharing the arena's
-        memory.
+        """A component as a strided tensor ``[items, rows, layers, width]`` of its elements, sharing the arena's memory.
+        Quantized rows are bytes.
         """
         c = self.layout.component(name)
         dtype = TORCH_DTYPES[c.dtype]

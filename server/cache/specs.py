@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "uint8": 1}
-"""Bytes of one element, by the dtype names that components may have."""
+from server.cache.row_formats import ITEMSIZE
 
 HANDOFF = "handoff"
 STREAMS_OFFSET = 512
@@ -35,8 +34,9 @@ class ComponentSpec:
     """One component of the per-request state.
 
     ``positions`` is the number of token positions one row stands for: 4 or 128 for compressed rows, 1 in a slot. A row
-    holds ``len(layer_ids)`` layers of ``width`` elements, layers inside the row ("position-major"). ``ring`` is the
-    number of rows per slot; 0 for page components.
+    holds ``len(layer_ids)`` layers of ``width`` elements, layers inside the row ("position-major"). ``dtype`` names how
+    they are stored (:mod:`.row_formats`); elements of a quantized row are its bytes. ``ring`` is the number of rows per
+    slot; 0 for page components.
     """
 
     name: str
@@ -91,6 +91,12 @@ class CacheGeometry:
             if spec.scope is Scope.PAGE and self.page_size % spec.positions:
                 raise LayoutError(
                     f"page size {self.page_size} is not a multiple of {spec.name}'s {spec.positions} positions a row"
+                )
+            block = spec.rows_per_item(self.page_size) * spec.row_nbytes
+            if spec.scope is Scope.PAGE and block % max(ITEMSIZE.values()):
+                raise LayoutError(
+                    f"the {spec.name} rows of a page of {self.page_size} tokens take {block} bytes, behind which the "
+                    "next rows would not be aligned: the page size must be larger"
                 )
             if spec.scope is Scope.SLOT and spec.ring < 1:
                 raise LayoutError(f"slot component {spec.name} needs a ring of at least one row, got {spec.ring}")

@@ -71,6 +71,21 @@ class ChatFormat(ABC):
     def reads_generation_prompt(self) -> bool:
         """Whether a prompt can end before the answer begins."""
 
+    @property
+    def can_think(self) -> bool:
+        """Whether an answer thinks first if it is asked to, and the thoughts are told from the rest."""
+        return self.takes_thinking and self.reasoning is not None
+
+    def __str__(self) -> str:
+        tools = "no tool parser" if self.tools is None else f"tool parser {self.tools.name}"
+        if self.reasoning is None:
+            thinking = "no reasoning parser"
+        elif self.can_think:
+            thinking = "thinks if asked to"
+        else:
+            thinking = "cannot be asked to think"
+        return f"format {self.name}, {tools}, {thinking}"
+
     @abstractmethod
     def reads(self, name: str) -> bool:
         """Whether a variable or a message's field of this name can change a prompt."""

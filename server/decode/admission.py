@@ -14,7 +14,8 @@ from server.cache.handoff import prompt_hash
 from server.engine.prompt_logprobs import over_limit
 from server.engine.request import GenerationRequest, SamplingParams
 from server.failure import Failure, RequestFailed
-from server.transfer.protocol import MAX_ROOM, RoomRequest, RoutedRequest, Sampling, pack_tokens
+from server.transfer.frames import pack_tokens
+from server.transfer.protocol import MAX_ROOM, RoomRequest, RoutedRequest, Sampling
 
 
 def check_request(

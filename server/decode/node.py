@@ -54,7 +54,7 @@ class DecodeNode(BaseNode):
 
     def _role_state(self, now: float) -> dict[str, Any]:
         manager = self.manager
-        return {"quarantine": manager.quarantine.describe(now), "accept_lengths": manager.accept_lengths()}
+        return {"quarantine": manager.quarantine.describe(now), "accept_lengths": manager.outputs.accept_lengths()}
 
     def _info(self) -> dict[str, Any]:
         manager = self.manager

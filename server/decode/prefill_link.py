@@ -15,6 +15,7 @@ from server.failure import Failure
 from server.node.context import NodeContext
 from server.transfer.diagnosis import Finding
 from server.transfer.engines.base import TransferEngine
+from server.transfer.frames import ProtocolError, VersionMismatch, decode, encode
 from server.transfer.log_limit import LogLimit
 from server.transfer.manifest import AUTH, Manifest, Mismatch, compare, refusal_label
 from server.transfer.protocol import (
@@ -23,14 +24,10 @@ from server.transfer.protocol import (
     PeerMessage,
     Ping,
     Pong,
-    ProtocolError,
     Refused,
     Register,
     Registered,
     Registration,
-    VersionMismatch,
-    decode,
-    encode,
     registration_of,
 )
 from server.transfer.rooms import TICK_S, Deadlines, Heartbeat, PeerLost, Resend

@@ -15,7 +15,7 @@ from functools import partial
 from server.cache.allocator import ItemState
 from server.decode.admission import check_request, choose_room, tokens_held, wire_sampling, with_seed
 from server.decode.dialer import MakeDialer
-from server.decode.draft_metrics import DraftMetrics
+from server.decode.outputs import Outputs
 from server.decode.prefill_link import PrefillLink
 from server.decode.quarantine import Quarantine
 from server.decode.request import DecodeRequest
@@ -30,22 +30,19 @@ from server.engine.events import (
     Event,
     Finished,
     Generate,
-    Output,
     Prepare,
-    PromptScored,
     Resume,
     Scrub,
     Scrubbed,
 )
 from server.engine.generation import NodeGeneration
-from server.engine.prompt_logprobs import ENTRY_NBYTES, PromptLogprobs
-from server.engine.request import FinishReason, GenerationRequest, RouteInfo, TokenOutput
+from server.engine.request import FinishReason, GenerationRequest
 from server.failure import Failure, RequestFailed, internal_error
 from server.node.context import NodeContext
 from server.node.request_log import log_end
 from server.telemetry.latency import RequestMetrics
 from server.telemetry.record import PhaseName
-from server.telemetry.rooms import DECODE, RoomRecorder, RoomRecords
+from server.telemetry.rooms import DECODE, RoomRecords
 from server.transfer.checks import Check
 from server.transfer.rooms import GivenUp, RoomKey
 
@@ -90,15 +87,11 @@ class RequestManager:
         self._incarnation = incarnation
         self._is_local = settings.prefill is None
         """Prompts are computed here, without any peer or room."""
-        self._local_route = RouteInfo("local", None, draft_state=settings.draft_state)
         self._allocator = context.allocator
         self._submit_command = context.submit_command
         self._metrics = context.metrics
-        self._draft_metrics: DraftMetrics | None = None
-        if settings.draft_state is not None:
-            self._draft_metrics = DraftMetrics(context.metrics.registry, settings.spec_tokens, settings.draft_state)
         self.request_metrics = RequestMetrics(context.metrics.registry, DECODE)
-        self._token_metrics = self.request_metrics.tokens
+        self.outputs = Outputs(settings, context, self.request_metrics, self.queue)
         self.records = RoomRecords(DECODE, settings.keep_rooms, context.clock, context.traces)
         self.records.on_end += [self.request_metrics.ended, log_end]
         self._epochs = itertools.count(1)
@@ -145,10 +138,6 @@ class RequestManager:
         except RequestFailed as failure:
             return False, failure.failure.reason
         return (True, "local prefill") if self._is_local else await self.rooms.peers.ready()
-
-    def accept_lengths(self) -> dict[str, int]:
-        """Steps with drafts, by the number of tokens that they gave out."""
-        return {} if self._draft_metrics is None else self._draft_metrics.lengths()
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
@@ -338,13 +327,7 @@ class RequestManager:
             owner = None if Check.STAMP in req.skipped else req.key.owner
             self._submit_command(Resume(req.key, req.request, req.placement, commit.first, owner))
             req.resumed = True
-        nbytes = {sent.component: sent.nbytes for sent in commit.done.sent}
-        draft_state = self._settings.draft_state
-        req.generation.set_route(RouteInfo(req.link.address, req.key.room, nbytes, draft_state, req.n_retries))
-        req.record.moved(commit.done)
-        if commit.scores is not None and sampling.prompt_logprobs is not None:
-            req.generation.prompt_logprobs = PromptLogprobs(sampling.prompt_logprobs, commit.scores)
-            self._metrics.prompt_logprobs(len(commit.scores) // ENTRY_NBYTES)
+        self.outputs.committed(req, req.link, commit)
         if not sampling.max_tokens:
             req.generation.finish(FinishReason.LENGTH)
             self._scrub(req)
@@ -411,52 +394,13 @@ class RequestManager:
         if req is None:
             return
         try:
-            self._to_client(req, event)
+            self.outputs.take(req, event)
         except Exception as error:
             log.exception("%s failed on %s", req.key, type(event).__name__)
             req.generation.fail(RequestFailed(internal_error("decode", error)))
             self._submit_command(Cancel(req.key))
         if isinstance(event, _RELEASING):
             self._release(req)
-
-    def _to_client(self, req: DecodeRequest, event: Event) -> None:
-        match event:
-            case PromptScored():
-                req.scores += event.rows
-                self._metrics.prompt_logprobs(len(event.rows) // ENTRY_NBYTES)
-            case Output() if not req.generation.ended:
-                n_top = req.request.sampling.prompt_logprobs
-                if self._is_local and n_top is not None and not req.record.n_generated:
-                    req.generation.prompt_logprobs = PromptLogprobs(n_top, req.scores)
-                req.generation.set_route(self._local_route)
-                self._count(req.record, event.output)
-                req.generation.put(event.output)
-            case Finished():
-                req.generation.set_route(self._local_route)
-                req.generation.finish(event.reason)
-            case ComputeFailed():
-                req.generation.fail(RequestFailed(event.failure))
-            case _:
-                pass
-
-    def _count(self, record: RoomRecorder, output: TokenOutput) -> None:
-        """Counts an output. It runs for every token: plain numbers, and the reading of the clock that there is."""
-        now, n_tokens = self.queue.moved_at, len(output.token_ids)
-        if not n_tokens:
-            return  # the end of a request that wants none
-        if record.n_steps:
-            self._token_metrics.next_output(n_tokens, now - record.token_at)
-        else:
-            self._context.hooks.entered("decode")
-            record.first_token(now)
-            self.request_metrics.first_token(record, n_tokens)
-        if self._draft_metrics is not None and output.n_proposed:
-            self._draft_metrics.step(output, record.n_generated)
-            record.n_proposed += output.n_proposed
-            record.n_accepted += output.n_accepted
-        record.token_at = now
-        record.n_steps += 1
-        record.n_generated += n_tokens
 
     def _release(self, req: DecodeRequest) -> None:
         if req.placement is not None:

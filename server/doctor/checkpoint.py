@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from server.doctor.findings import Finding, ok
-from server.doctor.memory import kind_of_draft, size
+from server.doctor.memory import kind_of_draft
 from server.doctor.plan import NodePlan
 from server.model.config import Quantization, load_config
 from server.model.draft import Draft
 from server.model.tensor_files import tensor_headers
 from server.node.checks import check_model
+from server.sizes import size
 
 DRAFTS = {
     Draft.NONE: "no draft layer",

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from server.cache.layout import ArenaLayout
-from server.cache.specs import ITEMSIZE, CacheGeometry
+from server.cache.row_formats import ITEMSIZE
+from server.cache.specs import CacheGeometry
 from server.doctor.findings import Finding, error, ok, warning
 from server.doctor.plan import NodePlan
 from server.model.config import load_config
@@ -15,6 +16,8 @@ from server.model.draft import Draft, draft_of
 from server.model.state import state_components
 from server.model.tensor_files import TensorHeader, tensor_headers
 from server.node.checks import check_model
+from server.node.free_memory import free_memory
+from server.sizes import size
 
 LIBRARIES_NBYTES = 500 << 20
 """A node without weights and pools: Python, torch, Mooncake, the HTTP server."""
@@ -22,14 +25,6 @@ TIGHT = 0.9
 """A node that needs more than this part of what is free leaves too little for requests."""
 _INTEGERS = ("I64", "I32")
 """Stored dtypes that no ``--dtype`` changes."""
-
-
-@dataclass(frozen=True)
-class FreeMemory:
-    """``nbytes`` that this process may still take, and what sets that limit."""
-
-    nbytes: int
-    limit: str
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,14 @@ def needed_memory(plan: NodePlan) -> NeededMemory:
         slots=options.slots + 1,
         window=config.sliding_window,
         spec_tokens=plan.spec_tokens,
-        components=state_components(config, options.dtype, plan.spec_tokens, draft=draft),
+        components=state_components(
+            config,
+            options.dtype,
+            plan.spec_tokens,
+            draft=draft,
+            kv_dtype=options.kv_dtype,
+            index_dtype=options.index_dtype,
+        ),
     )
     loaded = [header for header in headers if draft or not header.key.startswith("mtp.")]
     weights = sum(_loaded_nbytes(header, ITEMSIZE[options.dtype]) for header in loaded)
@@ -91,51 +93,3 @@ def _loaded_nbytes(header: TensorHeader, itemsize: int) -> int:
 
 def kind_of_draft(headers: list[TensorHeader]) -> Draft:
     return draft_of(header.key for header in headers)
-
-
-def free_memory(root: Path = Path("/")) -> FreeMemory:
-    """The least of what the machine and every control group above this process leave. ``root`` is of the file system.
-
-    Raises :class:`OSError` where the system does not say (no Linux).
-    """
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    machine = FreeMemory(int(fields["MemAvailable"].split()[0]) << 10, "of this machine")
-    return min([machine, *_of_control_groups(root)], key=lambda free: free.nbytes)
-
-
-def _of_control_groups(root: Path) -> Iterator[FreeMemory]:
-    """Version 2 (``0::/path``) and version 1 (``N:memory:/path``). Inside a container the path may be one of outside:
-    then the group's own folder is the top one.
-    """
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            top = root / "sys/fs/cgroup/memory"
-        else:
-            continue
-        own = top / path.lstrip("/")
-        for folder in (own, *own.parents):
-            if folder.is_relative_to(top) and (free := _of_group(folder, *names)) is not None:
-                yield FreeMemory(max(0, free), f"by the limit of the control group {folder.relative_to(root)}")
-
-
-def _of_group(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
-    """Bytes below the limit of one group; None where it has none. Files in the page cache give way."""
-    try:
-        limit = (folder / limit_name).read_text().strip()
-        if limit == "max":
-            return None
-        used = int((folder / usage_name).read_text())
-        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    return int(limit) - used + int(counts.get(cache_name, 0))
-
-
-def size(nbytes: int) -> str:
-    """``1.5 GiB``, ``20 MiB``."""
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"

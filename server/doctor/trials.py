@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from server.doctor.findings import Finding, error, ok, warning
-from server.doctor.memory import size
 from server.node.checks import check_model
+from server.sizes import size
 
 if TYPE_CHECKING:
     from server.chat.registry import ChatSettings
@@ -46,7 +46,13 @@ def try_torch(request: dict[str, Any]) -> list[Finding]:
 def try_kernels(request: dict[str, Any]) -> list[Finding]:
     from server.kernels.choice import PYTHON, choose_kernels
 
-    kernels = choose_kernels(request["kernels"], request["device"])
+    kernels = choose_kernels(
+        request["kernels"],
+        request["device"],
+        request["numerics"],
+        kv_dtype=request["kv_dtype"],
+        index_dtype=request["index_dtype"],
+    )
     words = f"{kernels.identity} ({kernels.reason})"
     if kernels.name == PYTHON and request["kernels"] != PYTHON and request["device"] == "cpu":
         return [warning("kernels", f"the model in Python would run, many times slower: {kernels.reason}")]
@@ -56,11 +62,12 @@ def try_kernels(request: dict[str, Any]) -> list[Finding]:
 def try_tensors(request: dict[str, Any]) -> list[Finding]:
     from server.model.checkpoint import has_draft
     from server.model.loader import check_tensors
+    from server.model.numerics import NUMERICS
 
     model = Path(request["model"])
     check_model(model)
     draft = has_draft(model) if request["draft"] is None else request["draft"]
-    n_tensors = check_tensors(model, draft=draft)
+    n_tensors = check_tensors(model, draft=draft, numerics=NUMERICS[request["numerics"]])
     return [ok("tensors", f"all {n_tensors} are there in the shapes and number formats of config.json")]
 
 
@@ -101,8 +108,7 @@ def _chat(tokenizer: Tokenizer, settings: ChatSettings) -> Finding:
         return error("chat", f"{reason}: choose another --chat-format")
     if chat.name == TemplateFormat.name and not tokenizer.chat_template:
         return warning("chat", "no chat template: /v1/chat/completions is refused; add a chat_template.jinja")
-    tools = "no tool parser" if chat.tools is None else f"tool parser {chat.tools.name}"
-    return ok("chat", f"format {chat.name}, {tools}, reasoning parser {'on' if chat.reasoning else 'off'}")
+    return ok("chat", str(chat))
 
 
 def try_transfer(request: dict[str, Any]) -> list[Finding]:

@@ -16,6 +16,7 @@ import torch
 
 from server.cache.live import LIVE_RULES
 from server.cache.owners import WrongOwner
+from server.engine.choosing import choose
 from server.engine.events import (
     Begin,
     Cancel,
@@ -37,15 +38,13 @@ from server.engine.events import (
     Scrubbed,
     Stop,
 )
-from server.engine.guide import GrammarFailed
+from server.engine.failures import failure_of
 from server.engine.preparation import Preparation, Prepared
 from server.engine.request import FinishReason, TokenizerLike, TokenLogprob, TokenOutput
 from server.engine.runner import ModelRunner
-from server.engine.sampler import NonFiniteLogits, RowSampling, sample
 from server.engine.scheduler import Chunk, Scheduler, Sequence
 from server.engine.scoring import score_rows
 from server.engine.speculation import ChainStart, DraftState, accepted, propose
-from server.failure import Failure, RequestFailed
 from server.kernels.sampling import SampleKernel
 from server.model.batch import Segment
 from server.model.interface import BadStep, ForwardOutput
@@ -54,15 +53,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Item = TypeVar("Item", Sequence, Chunk)
-
-_NON_FINITE = Failure("non_finite_logits", "the model's output is not a number: it read state that was never written")
-_NOTHING_ALLOWED = Failure(
-    "no_token_allowed", "the request's own grammar, bans and allowed tokens leave no token for the next place"
-)
-
-
-class NothingAllowed(Exception):
-    """A request forbids every token for the next place of its answer."""
 
 
 class Engine(threading.Thread):
@@ -195,7 +185,7 @@ class Engine(threading.Thread):
 
     def _decode(self, running: list[Sequence]) -> None:
         for batch, (drafts, output) in self._batches(running, self._draft_and_verify):
-            chosen = self._choose(batch, drafts, output.logits)
+            chosen = choose(batch, drafts, output.logits, self._fail, self._sample_kernel)
             row = 0
             for sequence, draft, choices in zip(batch, drafts, chosen, strict=True):
                 if choices is not None:
@@ -242,7 +232,7 @@ class Engine(threading.Thread):
                     with self._failing(sequence):
                         sequence.digests.take_pages(sequence.n_computed)
             complete = [batch[i].sequence for i in done]
-            chosen = self._choose(complete, [[]] * len(done), output.logits[done])
+            chosen = choose(complete, [[]] * len(done), output.logits[done], self._fail, self._sample_kernel)
             for i, sequence, choices in zip(done, complete, chosen, strict=True):
                 if choices is not None:
                     with self._failing(sequence):
@@ -339,68 +329,6 @@ class Engine(threading.Thread):
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
-    def _choose(
-        self, sequences: list[Sequence], drafts: list[list[int]], logits: torch.Tensor
-    ) -> list[list[TokenLogprob] | None]:
-        """Tokens for the rows of each sequence: the next one, and the one after each of its drafted tokens, up to the
-        first row at which the request itself forbids every token.
-
-        A sequence that can have no next token is failed and gets None; if the sampler itself fails, all are and do.
-        """
-        chosen: dict[int, list[TokenLogprob]] = {i: [] for i in range(len(sequences))}
-        rows: list[RowSampling] = []
-        owners: list[int] = []
-        kept: list[int] = []
-        first = 0
-        for i, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
-            try:
-                rows += sequence.rules.rows(draft, len(sequence.tokens))
-            except Exception as error:  # noqa: BLE001  (logged with the failure)
-                self._fail(sequence, error)
-                del chosen[i]
-            else:
-                owners += [i] * (1 + len(draft))
-                kept += range(first, first + 1 + len(draft))
-            first += 1 + len(draft)
-        try:
-            try:
-                choices = sample(logits if len(kept) == first else logits[kept], rows, self._sample_kernel)
-            except NonFiniteLogits as error:
-                usable = self._without_bad_rows(sequences, owners, chosen, error)
-                owners = [owners[r] for r in usable]
-                choices = sample(logits[[kept[r] for r in usable]], [rows[r] for r in usable], self._sample_kernel)
-            for i, choice in zip(owners, choices, strict=True):
-                chosen[i].append(choice)
-        except Exception as error:  # noqa: BLE001  (logged with the failures)
-            for i in chosen:
-                self._fail(sequences[i], error)
-            chosen.clear()
-        return [chosen.get(i) for i in range(len(sequences))]
-
-    def _without_bad_rows(
-        self,
-        sequences: list[Sequence],
-        owners: list[int],
-        chosen: dict[int, list[TokenLogprob]],
-        error: NonFiniteLogits,
-    ) -> list[int]:
-        """The rows that can be sampled. Fails the sequences that have a broken row, or nothing to choose at the first,
-        and takes them out of ``chosen``.
-        """
-        broken = {owners[r] for r in error.rows if r not in error.emptied}
-        last: dict[int, int] = {}  # of each sequence that runs out: the first row without a token
-        for r in sorted(error.emptied, reverse=True):
-            last[owners[r]] = r
-        for i in list(chosen):
-            first = owners.index(i)
-            if i in broken:
-                self._fail(sequences[i], error)
-                del chosen[i]
-            elif last.get(i) == first:
-                self._fail(sequences[i], NothingAllowed())
-                del chosen[i]
-        return [r for r, i in enumerate(owners) if i in chosen and r < last.get(i, len(owners))]
-
     def _append(self, sequence: Sequence, choices: list[TokenLogprob], *, n_proposed: int = 0) -> None:
         """Adds chosen tokens to a running sequence and reports them; ends the sequence if one of them does.
 
@@ -428,20 +356,8 @@ class Engine(threading.Thread):
 
     def _fail(self, request: Sequence | Begin, error: Exception) -> None:
         """Ends a request with an error. Memory that may be another's is left as it is."""
-        trace = None
-        match error:
-            case WrongOwner():
-                failure = error.failure
-            case NonFiniteLogits():
-                failure = _NON_FINITE
-            case NothingAllowed():
-                failure = _NOTHING_ALLOWED
-            case GrammarFailed():
-                failure = Failure("grammar_failed", f"the answer cannot follow its grammar any further: {error}")
-            case RequestFailed():
-                failure = error.failure
-            case _:
-                failure, trace = Failure("engine_error", f"{type(error).__name__}: {error}"), error
+        failure = failure_of(error)
+        trace = error if failure.code == "engine_error" else None
         log.error("request %s failed: %s: %s", request.key, failure.code, failure.reason, exc_info=trace)
         self._scheduler.remove(request.key)
         if not isinstance(error, WrongOwner):

@@ -25,6 +25,12 @@ with the interpreter's lock: over a second for the longest text.
 GrammarKind = Literal["json_schema", "regex", "lark"]
 
 
+def check_length(text: str) -> None:
+    """:raises ValueError: the text of a grammar, in its own notation or as it is compiled, is too long."""
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise ValueError(f"the grammar has {len(text)} characters: at most {MAX_GRAMMAR_CHARS} are allowed")
+
+
 @dataclass(frozen=True)
 class Grammar:
     """The whole answer has to match ``text``: a JSON schema (as JSON), a regular expression, or a grammar in the Lark

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from server.engine.grammar import JSON_WHITESPACE, MAX_GRAMMAR_CHARS, Grammar
+from server.engine.grammar import JSON_WHITESPACE, Grammar, check_length
 from server.engine.guide import Budget, GrammarFailed, Guide
 from server.failure import Failure, RequestFailed
 
@@ -85,9 +85,10 @@ class GrammarCompiler:
             return Guide(matcher.deep_copy(), self._tokenizer.vocab_size, self._eos_token_ids, budget)
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
-        if len(grammar.text) > MAX_GRAMMAR_CHARS:
-            reason = f"the grammar has {len(grammar.text)} characters: at most {MAX_GRAMMAR_CHARS} are allowed"
-            raise RequestFailed(Failure("invalid_grammar", reason))
+        try:
+            check_length(grammar.text)
+        except ValueError as error:
+            raise RequestFailed(Failure("invalid_grammar", str(error))) from error
         tokenizer = self._read_tokenizer()
         try:
             matcher = LLMatcher(tokenizer, _text_for_library(grammar), log_level=0, limits=LIMITS)

@@ -1,4 +1,6 @@
-"""The log probabilities of a prompt's own tokens: how they are kept, and how many a request may ask for."""
+"""The log probabilities of a prompt's own tokens: how they are kept. And how many a request may ask for, those of its
+answers included.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_ENTRIES = 1 << 17
-"""The most log probabilities of prompt tokens, alternatives included, that one request may ask for: 1.5 MiB of them.
-
-As JSON they are about five times that, and take seconds to spell.
+"""The most log probabilities that one request may ask for, alternatives included: of its prompts, where they are 1.5
+MiB, and as many of its answers. As JSON they are about five times that, and take seconds to spell.
 """
 
 ENTRY_NBYTES = 12
@@ -76,6 +77,25 @@ def over_limit(n_tokens: int, n_top: int | None, n_generations: int = 1) -> str 
     return (
         f"log probabilities of {n_tokens} prompt tokens with {n_top} alternatives each{samples} are {n_entries}: "
         f"at most {MAX_ENTRIES} are given"
+    )
+
+
+def most_answer_tokens(n_top: int, n_generations: int) -> int:
+    """How long each of so many answers may be, where each token is reported with ``n_top`` alternatives."""
+    return max(1, MAX_ENTRIES // ((1 + n_top) * n_generations))
+
+
+def answers_over_limit(n_tokens: int, n_top: int, n_generations: int) -> str | None:
+    """Why so many answers of ``n_tokens`` tokens may not be reported with ``n_top`` alternatives for each; None if they
+    may.
+    """
+    n_entries, most = n_tokens * (1 + n_top) * n_generations, most_answer_tokens(n_top, n_generations)
+    if n_tokens <= most:
+        return None
+    answers = f"each of {n_generations} answers" if n_generations > 1 else "the answer"
+    return (
+        f"log probabilities of {n_tokens} tokens of {answers} with {n_top} alternatives each are {n_entries}: "
+        f"at most {MAX_ENTRIES} are given, which are {most} tokens"
     )
 
 

@@ -82,7 +82,10 @@ def propose(runner: ModelRunner, starts: Sequence[ChainStart], kernel: SampleKer
         for j, (i, token) in enumerate(zip(active, ids.tolist(), strict=True)):
             may_go_on, guide = True, starts[i].guide
             if guide is not None:
-                [token] = choose_guided(output.logits[j : j + 1], guide, kernel)
+                chosen = choose_guided(output.logits[j : j + 1], guide, kernel)
+                if chosen is None:
+                    continue  # if the target comes as far, its own row says what is wrong
+                token = chosen
                 may_go_on = guide.look_ahead(token)
             drafts[i].append(token)
             if may_go_on and len(drafts[i]) < starts[i].n_draft:
@@ -100,10 +103,16 @@ def propose(runner: ModelRunner, starts: Sequence[ChainStart], kernel: SampleKer
     return drafts
 
 
-def choose_guided(logits: torch.Tensor, guide: Guide, kernel: SampleKernel | None) -> list[int]:
-    """The token with the largest of ``logits`` ``[1, V]`` among those that may come next."""
+def choose_guided(logits: torch.Tensor, guide: Guide, kernel: SampleKernel | None) -> int | None:
+    """The token with the largest of ``logits`` ``[1, V]`` among those that may come next; None if none may."""
     row = RowSampling(SamplingParams(), 0, 0, mask=guide.mask())
-    return [choice.token_id for choice in sample(logits, [row], kernel)]
+    try:
+        [choice] = sample(logits, [row], kernel)
+    except NonFiniteLogits as error:
+        if not error.emptied:
+            raise
+        return None
+    return choice.token_id
 
 
 def accepted(choices: Sequence[TokenLogprob], draft: Sequence[int]) -> int:

@@ -213,9 +213,7 @@ class _Packer:
         if self.stored is not None and all(is_stored):
             return self.stored.matrix(*names)
         if any(is_stored):
-            raise CheckpointError(
-                f"of {', '.join(names)} some cannot stay in their files: use --weights dequantized"
-            )
+            raise CheckpointError(f"of {', '.join(names)} some cannot stay in their files: use --weights dequantized")
         parts = [self.tensors.pop(name) for name in names]
         packed: abi.Matrix = self.groups([parts[0] if len(parts) == 1 else torch.cat(parts)]).first
         return packed

@@ -11,7 +11,8 @@ from server.model.batch import ENTRY_BLOCK, Batch, CompressedView, EntryTable
 from server.model.batch_invariant import bmm
 from server.model.compressor import Compressor, Indexer
 from server.model.config import CSA, HCA, SLIDING, ModelConfig
-from server.model.layers import Linear, RMSNorm, grouped_matmul_rows, pad_rows, unit_rms
+from server.model.layers import Linear, RMSNorm, grouped_matmul_rows, pad_rows
+from server.model.numerics import NumericsLayer
 from server.model.pools import Pools
 from server.model.rope import Rotation
 
@@ -22,7 +23,7 @@ Candidates = tuple[torch.Tensor, torch.Tensor]
 """Rows ``[rows, k, head_dim]`` that queries may read, and which of them they do, ``[rows, k]``."""
 
 
-class Attention(nn.Module):
+class Attention(NumericsLayer):
     """One layer's attention, keys ``attn.*``. ``swa`` names the ring component that holds its window."""
 
     def __init__(
@@ -47,6 +48,7 @@ class Attention(nn.Module):
             self.compressor = Compressor(config, layer_id, HCA, d, "c128_state", "c128_kv", row_tile)
         self.layer_id, self.ratio, self.swa = layer_id, ratio, swa
         self.heads, self.head_dim, self.groups, self.eps = heads, d, groups, config.rms_norm_eps
+        self.rope_dim = config.rope_dim
         self.row_tile = row_tile
 
     def forward(self, x: torch.Tensor, batch: Batch, pools: Pools, rope: RopeSet) -> torch.Tensor:
@@ -56,7 +58,7 @@ class Attention(nn.Module):
         """
         rotation = rope.main if self.ratio == SLIDING else rope.compress
         qr = self.q_norm(self.wq_a(x))
-        q = rotation.apply_(unit_rms(self.wq_b(qr).view(-1, self.heads, self.head_dim), self.eps))
+        q = rotation.apply_(self.numerics.unit_heads(self.wq_b(qr).view(-1, self.heads, self.head_dim), self.eps))
         kv = self._kv_rows(x, rotation)
 
         ring = pools.ring[self.swa]
@@ -79,7 +81,7 @@ class Attention(nn.Module):
         pools.ring[self.swa].write(self.layer_id, batch.swa_write, self._kv_rows(x, rotation))
 
     def _kv_rows(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        return rotation.apply_(self.kv_norm(self.wkv(x)))
+        return self.numerics.kv_rows(rotation.apply_(self.kv_norm(self.wkv(x))), self.rope_dim)
 
     def _compress(
         self, x: torch.Tensor, qr: torch.Tensor, batch: Batch, pools: Pools, rope: RopeSet
@@ -123,7 +125,8 @@ class Attention(nn.Module):
         Blocks are summed one after the other: one that is masked throughout adds exact zeros, so padding changes no
         bit.
         """
-        scale = self.head_dim**-0.5
+        scale, dtype, factor = self.head_dim**-0.5, q.dtype, self.numerics.attention_factor
+        q, candidates = factor(q), [(factor(rows), mask) for rows, mask in candidates]
         scores = [
             bmm(q, rows.transpose(1, 2), self.row_tile).float().mul_(scale).masked_fill_(~mask[:, None], float("-inf"))
             for rows, mask in candidates
@@ -136,7 +139,7 @@ class Attention(nn.Module):
         for block, (rows, _) in zip(scores, candidates, strict=True):
             weights = block.sub_(top).exp_()
             denominator += weights.sum(-1, keepdim=True)
-            part = bmm(weights.to(q.dtype), rows, self.row_tile).float()
+            part = bmm(factor(weights.to(dtype)), rows, self.row_tile).float()
             out = part if out is None else out.add_(part)
         if out is None:
             raise ValueError("a query needs at least its window")

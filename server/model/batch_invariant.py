@@ -55,6 +55,12 @@ def _sum_halves(x: torch.Tensor) -> torch.Tensor:
     return x[:, 0]
 
 
+def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x / sqrt(mean(x^2) + eps)`` over the last axis, computed in fp32 and cast back."""
+    wide = x.float()
+    return (wide * (wide * wide).mean(-1, keepdim=True).add_(eps).rsqrt_()).to(x.dtype)
+
+
 def bmm(a: torch.Tensor, b: torch.Tensor, row_tile: int) -> torch.Tensor:
     """One product for each row: ``a [rows, m, k] @ b [rows, k, n]`` -> ``[rows, m, n]``.
 

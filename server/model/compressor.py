@@ -9,6 +9,7 @@ from server.model.batch import ENTRY_BLOCK, CompressedView, EntryPlan, EntryTabl
 from server.model.batch_invariant import bmm, softmax_pool
 from server.model.config import CSA, ModelConfig
 from server.model.layers import Linear, RMSNorm
+from server.model.numerics import NumericsLayer
 from server.model.pools import Pools
 from server.model.rope import Rotation
 
@@ -19,8 +20,8 @@ _END = 1 << 40
 """Sorts behind every entry."""
 
 
-class Compressor(nn.Module):
-    """One compressor (attention's or the indexer's) of a CSA or HCA layer.
+class Compressor(NumericsLayer):
+    """One compressor of a CSA or HCA layer: attention's.
 
     Keys ``wkv.weight``, ``wgate.weight`` ``[coff d, D]``, ``ape`` ``[ratio, coff d]``, ``norm.weight`` ``[d]``;
     ``coff`` is 2 for CSA (halves A and B), else 1. Projections, state and pooling are fp32.
@@ -35,7 +36,7 @@ class Compressor(nn.Module):
         self.wgate = Linear(config.hidden_size, coff * width, row_tile, torch.float32)
         self.ape = nn.Parameter(torch.empty(ratio, coff * width, dtype=torch.float32), requires_grad=False)
         self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.layer_id, self.ratio, self.width = layer_id, ratio, width
+        self.layer_id, self.ratio, self.width, self.rope_dim = layer_id, ratio, width, config.rope_dim
         self.state, self.entries = state, entries
 
     def forward(self, x: torch.Tensor, view: CompressedView, pools: Pools, rotation: Rotation | None) -> None:
@@ -69,11 +70,21 @@ class Compressor(nn.Module):
             ((name, values),) = own.items()
             rows = pools.ring[name].gather(self.layer_id, plan.cur, values)
         kv, score = rows[..., : self.width], rows[..., self.width :]
-        entry = rotation.apply_(self.norm(softmax_pool(score, kv).to(dtype)))
+        entry = self._as_stored(rotation.apply_(self.norm(softmax_pool(score, kv).to(dtype))))
         pools.page[self.entries].write(self.layer_id, plan.pages, plan.rows, entry[: plan.count])
 
+    def _as_stored(self, entries: torch.Tensor) -> torch.Tensor:
+        return self.numerics.kv_rows(entries, self.rope_dim)
 
-class Indexer(nn.Module):
+
+class KeyCompressor(Compressor):
+    """The compressor of a CSA layer's indexer: its entries are keys."""
+
+    def _as_stored(self, entries: torch.Tensor) -> torch.Tensor:
+        return self.numerics.index_rows(entries)
+
+
+class Indexer(NumericsLayer):
     """Scores every visible CSA entry for every query and keeps the best ``index_topk``.
 
     Keys ``wq_b.weight``, ``weights_proj.weight`` and ``compressor.*``.
@@ -84,7 +95,7 @@ class Indexer(nn.Module):
         self.heads, self.width, self.top_k = config.index_n_heads, config.index_head_dim, config.index_topk
         self.wq_b = Linear(config.q_lora_rank, self.heads * self.width, row_tile, dtype)
         self.weights_proj = Linear(config.hidden_size, self.heads, row_tile, dtype)
-        self.compressor = Compressor(config, layer_id, CSA, self.width, "c4_index_state", "c4_index", row_tile)
+        self.compressor = KeyCompressor(config, layer_id, CSA, self.width, "c4_index_state", "c4_index", row_tile)
         self.layer_id, self.row_tile = layer_id, row_tile
 
     def forward(
@@ -97,8 +108,8 @@ class Indexer(nn.Module):
         if view.max_visible <= self.top_k:
             return view.entries
         n_rows = view.entries.mask.shape[0]
-        q = rotation.apply_(self.wq_b(qr).view(-1, self.heads, self.width))
-        weights = self.weights_proj(x).float() * (self.width**-0.5 * self.heads**-0.5)
+        q = self.numerics.index_rows(rotation.apply_(self.wq_b(qr).view(-1, self.heads, self.width)))
+        weights = self.numerics.index_weights(self.weights_proj(x), self.width**-0.5 * self.heads**-0.5)
         tiles = [slice(i, min(i + _SCORE_ROWS, n_rows)) for i in range(0, n_rows, _SCORE_ROWS)]
         scores = torch.cat([self._score(q[t], weights[t], view.entries.part(t, slice(None)), pools) for t in tiles])
         hidden = ~view.entries.mask
@@ -114,6 +125,6 @@ class Indexer(nn.Module):
         keys = keys.view(-1, ENTRY_BLOCK, self.width)
         n_blocks = entries.mask.shape[1] // ENTRY_BLOCK
         queries = q[:, None].expand(-1, n_blocks, -1, -1).reshape(-1, self.heads, self.width)
-        dots = bmm(queries, keys.transpose(1, 2), self.row_tile).float().relu_()
+        dots = bmm(queries, keys.transpose(1, 2), self.row_tile)
         per_block = weights[:, None].expand(-1, n_blocks, -1).reshape(-1, 1, self.heads)
-        return bmm(per_block, dots, self.row_tile).view(q.shape[0], -1)
+        return self.numerics.index_scores(dots, per_block, self.row_tile).view(q.shape[0], -1)

@@ -22,7 +22,18 @@ from server.model.fields import (
     saved_by_transformers,
 )
 
-__all__ = ["CSA", "HCA", "SLIDING", "CheckpointError", "ModelConfig", "Quantization", "YarnScaling", "load_config"]
+__all__ = [
+    "CSA",
+    "HCA",
+    "SLIDING",
+    "CheckpointError",
+    "DSpark",
+    "ModelConfig",
+    "Quantization",
+    "YarnScaling",
+    "config_from",
+    "load_config",
+]
 
 
 @dataclass(frozen=True)
@@ -49,11 +60,24 @@ class Quantization:
 
 
 @dataclass(frozen=True)
+class DSpark:
+    """The draft of the later releases: ``stages`` blocks that read the streams leaving ``target_layers`` and draft
+    ``block_size`` tokens at once; ``markov_rank`` is the width of the head that chains them.
+    """
+
+    stages: int
+    target_layers: tuple[int, ...]
+    block_size: int
+    markov_rank: int
+    noise_token_id: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """What the forward pass needs to know; field names as in the official ``config.json`` where they say it well.
 
-    ``compress_ratios`` has one entry per backbone layer (0, 4 or 128); ``draft_ratio`` is the entry of the NextN layer,
-    or None if the checkpoint lists none.
+    ``compress_ratios`` has one entry per backbone layer (0, 4 or 128); ``draft_ratio`` is the entry of the NextN layer
+    (or of the first stage of ``dspark``), or None if the checkpoint lists none.
     """
 
     vocab_size: int
@@ -86,6 +110,7 @@ class ModelConfig:
     compress_ratios: tuple[int, ...]
     draft_ratio: int | None
     quantization: Quantization = Quantization()
+    dspark: DSpark | None = None
 
     def layers_of(self, ratio: int) -> tuple[int, ...]:
         """Backbone layer ids of one kind."""
@@ -106,10 +131,13 @@ def load_config(model_dir: Path) -> ModelConfig:
     if not isinstance(raw, dict) or raw.get("model_type") != "deepseek_v4":
         found = raw.get("model_type") if isinstance(raw, dict) else type(raw).__name__
         raise CheckpointError(f"{path}: model_type is {found!r}, expected 'deepseek_v4'")
-    return _from_raw(raw, str(path))
+    return config_from(raw, str(path))
 
 
-def _from_raw(raw: dict[str, Any], where: str) -> ModelConfig:
+def config_from(raw: dict[str, Any], where: str) -> ModelConfig:
+    """The architecture that the content of a ``config.json`` describes; ``where`` names it in errors. Raises
+    :class:`CheckpointError`.
+    """
     if "compress_ratios" not in raw and "layer_types" in raw:
         raise saved_by_transformers(where, "it has layer_types instead of compress_ratios")
     values = read_fields(raw, FIELDS, where)
@@ -123,6 +151,19 @@ def _from_raw(raw: dict[str, Any], where: str) -> ModelConfig:
         compress_ratios=tuple(ratios[:n]),
         draft_ratio=ratios[n] if len(ratios) > n else None,
         quantization=_quantization(raw, values["expert_dtype"], where),
+        dspark=_dspark(values),
+    )
+
+
+def _dspark(values: dict[str, Any]) -> DSpark | None:
+    if not values["dspark_block_size"]:
+        return None
+    return DSpark(
+        stages=len(values["compress_ratios"]) - values["num_hidden_layers"],
+        target_layers=tuple(values["dspark_target_layer_ids"]),
+        block_size=values["dspark_block_size"],
+        markov_rank=values["dspark_markov_rank"],
+        noise_token_id=values["dspark_noise_token_id"],
     )
 
 

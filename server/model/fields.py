@@ -105,6 +105,14 @@ FIELDS: dict[str, Field] = {
     "mlp_bias": _only(False, default=False),
     "hidden_act": _only("silu", default="silu"),
     "expert_dtype": _only(*UNQUANTIZED, *QUANTIZED, None, default=None),
+    "dspark_block_size": _int(0, 1024, default=0),
+    "dspark_markov_rank": _int(1, _MOST, default=256),
+    "dspark_noise_token_id": _int(0, _MOST, default=0),
+    "dspark_target_layer_ids": Field(
+        "a list of layer numbers, ascending",
+        lambda v: isinstance(v, list) and all(_is_int(i) and i >= 0 for i in v) and v == sorted(set(v)),
+        default=(),
+    ),
 }
 """Every field of ``config.json`` that this server reads, in its official name. Others change no result."""
 
@@ -161,6 +169,27 @@ def check_together(values: Mapping[str, Any], where: str) -> None:
     heads, groups = values["num_attention_heads"], values["o_groups"]
     if heads % groups:
         raise CheckpointError(f"{where}: o_groups is {groups}; it must divide num_attention_heads = {heads}")
+    if values["dspark_block_size"]:
+        _check_dspark(values, where)
+
+
+def _check_dspark(values: Mapping[str, Any], where: str) -> None:
+    n_layers, targets = values["num_hidden_layers"], values["dspark_target_layer_ids"]
+    stages = values["compress_ratios"][n_layers:]
+    if not stages or any(stages):
+        raise CheckpointError(
+            f"{where}: compress_ratios ends with {stages} behind the layers; a DSpark draft needs a {SLIDING} there "
+            "for each of its stages"
+        )
+    if not targets or targets[-1] >= n_layers:
+        raise CheckpointError(
+            f"{where}: dspark_target_layer_ids is {list(targets)}; it must name layers below num_hidden_layers = "
+            f"{n_layers}"
+        )
+    if (noise := values["dspark_noise_token_id"]) >= values["vocab_size"]:
+        raise CheckpointError(
+            f"{where}: dspark_noise_token_id is {noise}; it must be below vocab_size = {values['vocab_size']}"
+        )
 
 
 def saved_by_transformers(where: str, evidence: str) -> CheckpointError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from server.model.batch_invariant import sigmoid
+from server.model.batch_invariant import sigmoid, unit_rms
+from server.model.numerics import NumericsLayer
 from server.model.stored import StoredWeight
 
 ROW_TILE = 16
@@ -43,26 +44,24 @@ def pad_rows(x: torch.Tensor, row_tile: int) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 
 
-class Linear(nn.Module):
-    """A bias-free linear map ``[rows, in] -> [rows, out]``, key ``<name>.weight``.
+class Linear(NumericsLayer):
+    """A bias-free linear map ``[rows, in] -> [rows, out]``, key ``<name>.weight``."""
 
-    ``quantized`` says how the checkpoint stores the weight: ``fp8``, ``fp4``, or empty for plain numbers. ``stored`` is
-    a weight that stays in its file: then ``weight`` is empty.
-    """
+    quantized = ""
+    """How the checkpoint stores the weight: ``fp8``, ``fp4``, or as it is."""
 
     def __init__(self, n_in: int, n_out: int, row_tile: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_out, n_in, dtype=dtype), requires_grad=False)
         self.row_tile = row_tile
-        self.quantized = ""
-        self.stored: StoredWeight | None = None
+        self.stored: StoredWeight | None = None  # one that stays in its file: then ``weight`` is empty
 
     def matrix(self) -> torch.Tensor:
         """The numbers ``[out, in]`` of the weight."""
         return self.weight if self.stored is None else self.stored.numbers()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return matmul_rows(x, self.matrix(), self.row_tile)
+        return matmul_rows(self.numerics.linear_input(x, self.quantized), self.matrix(), self.row_tile)
 
 
 class RMSNorm(nn.Module):
@@ -74,16 +73,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (_unit_rms(x.float(), self.eps) * self.weight).to(x.dtype)
-
-
-def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x / sqrt(mean(x^2) + eps)`` over the last axis, computed in fp32 and cast back."""
-    return _unit_rms(x.float(), eps).to(x.dtype)
-
-
-def _unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    return x * (x * x).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        return (unit_rms(x.float(), self.eps) * self.weight).to(x.dtype)
 
 
 class HyperConnection(nn.Module):

@@ -17,6 +17,7 @@ from server.model.file_reader import BLOCK_NBYTES, ByteCount, FileReader, OnProg
 from server.model.fingerprint import model_fingerprint
 from server.model.layers import ROW_TILE, Linear
 from server.model.network import DeepseekV4
+from server.model.numerics import PLAIN, Numerics, check_numerics
 from server.model.quantization import WEIGHT_BLOCK, dequantize_fp4, dequantize_fp8
 from server.model.tensor_files import TensorHeader
 
@@ -53,9 +54,13 @@ def load_model(
     device: str = "cpu",
     deterministic: bool = True,
     draft: bool = False,
+    numerics: Numerics = PLAIN,
 ) -> DeepseekV4:
     """The network alone: see :func:`load_checkpoint`."""
-    return load_checkpoint(model_dir, dtype=dtype, device=device, deterministic=deterministic, draft=draft).network
+    loaded = load_checkpoint(
+        model_dir, dtype=dtype, device=device, deterministic=deterministic, draft=draft, numerics=numerics
+    )
+    return loaded.network
 
 
 def load_checkpoint(
@@ -65,6 +70,7 @@ def load_checkpoint(
     device: str = "cpu",
     deterministic: bool = True,
     draft: bool = False,
+    numerics: Numerics = PLAIN,
     on_progress: OnProgress | None = None,
 ) -> LoadedCheckpoint:
     """Builds the network of ``model_dir`` and fills it, in ``dtype`` except where the model computes in fp32.
@@ -76,12 +82,13 @@ def load_checkpoint(
     error.
     """
     checkpoint = open_checkpoint(model_dir)
+    check_numerics(numerics, checkpoint.config, str(model_dir))
     if draft:
         check_draft(checkpoint)
     elif checkpoint.draft in (Draft.DSPARK, Draft.OTHER):
         log.warning("%s: its draft (%s) is not loaded: this server runs NextN drafts", model_dir, checkpoint.draft)
     with torch.device("meta"):
-        model = DeepseekV4(checkpoint.config, dtype, ROW_TILE if deterministic else 0, draft=draft)
+        model = DeepseekV4(checkpoint.config, dtype, ROW_TILE if deterministic else 0, draft=draft, numerics=numerics)
     loader = _Loader(checkpoint, model, device, on_progress)
     state = loader.load()
     model.load_state_dict(state, assign=True)
@@ -89,11 +96,12 @@ def load_checkpoint(
     return LoadedCheckpoint(model.eval().requires_grad_(False), fingerprint, checkpoint.draft)
 
 
-def check_tensors(model_dir: Path, *, draft: bool = False) -> int:
+def check_tensors(model_dir: Path, *, draft: bool = False, numerics: Numerics = PLAIN) -> int:
     """Whether :func:`load_checkpoint` would find every tensor as it needs it, by the headers of the files; their number
     (scales are none of their own). Raises what it raises.
     """
     checkpoint = open_checkpoint(model_dir)
+    check_numerics(numerics, checkpoint.config, str(model_dir))
     if draft:
         check_draft(checkpoint)
     return len(checkpoint.tensors) - (0 if draft else checkpoint.n_draft_tensors)

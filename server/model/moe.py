@@ -8,6 +8,7 @@ from torch import nn
 from server.model.batch_invariant import softplus, swiglu_
 from server.model.config import ModelConfig
 from server.model.layers import Linear, matmul_rows
+from server.model.numerics import NumericsLayer
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
@@ -68,7 +69,7 @@ class Gate(nn.Module):
         return ids, weights / weights.sum(-1, keepdim=True) * self.scale
 
 
-class MoE(nn.Module):
+class MoE(NumericsLayer):
     """Routed experts plus the shared one, keys ``ffn.*``.
 
     Where the router picks at least half of the experts anyway, all of them compute every row, as one wide expert: a
@@ -90,7 +91,7 @@ class MoE(nn.Module):
         Experts are added in ascending order, so that a row's sum does not depend on the other rows.
         """
         ids, weights = self.gate(x, token_ids)
-        if self.all_compute:
+        if self.all_compute and self.numerics.wide_experts:
             return self._all_experts(x, ids, weights).to(x.dtype)
         return self._chosen_experts(x, ids, weights, n_rows).to(x.dtype)
 

@@ -15,6 +15,7 @@ from server.model.block import Block, NextN
 from server.model.config import ModelConfig
 from server.model.interface import ForwardOutput, WeightsState
 from server.model.layers import HeadCollapse, Linear, RMSNorm, pad_rows
+from server.model.numerics import PLAIN, Numerics, use_numerics
 from server.model.pools import Pools
 from server.model.rope import rope_frequencies
 from server.model.stored import StoredCheckpoint
@@ -24,12 +25,21 @@ class DeepseekV4(nn.Module):
     """The target model and, with ``draft``, its NextN layer (keys ``mtp.0.*``), which shares the embedding and the
     head.
 
-    ``row_tile`` > 0 makes every row's result independent of the batch (see ``layers.matmul_rows``).
+    ``row_tile`` > 0 makes every row's result independent of the batch (see ``layers.matmul_rows``); ``numerics`` is the
+    arithmetic of all layers.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, row_tile: int, *, draft: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        row_tile: int,
+        *,
+        draft: bool = False,
+        numerics: Numerics = PLAIN,
+    ) -> None:
         super().__init__()
-        self.config, self.dtype, self.row_tile = config, dtype, row_tile
+        self.config, self.dtype, self.row_tile, self.numerics = config, dtype, row_tile, numerics
         # nn.Embedding() draws its weights, and on the meta device torch imports its compiler for that: over a second
         self.embed: nn.Module = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
@@ -43,6 +53,7 @@ class DeepseekV4(nn.Module):
         self.mtp = nn.ModuleList([NextN(config, row_tile, dtype)] if draft else [])
         self.stored: StoredCheckpoint | None = None
         self._rope: tuple[torch.Tensor, torch.Tensor] | None = None
+        use_numerics(self, numerics)
 
     @property
     def nextn(self) -> NextN | None:
@@ -122,7 +133,7 @@ class PythonModel:
     """A :class:`DeepseekV4` bound to one arena (see :class:`.interface.BoundModel`)."""
 
     def __init__(self, model: DeepseekV4, arena: Arena) -> None:
-        self._model, self._arena, self._pools = model, arena, Pools(arena)
+        self._model, self._arena, self._pools = model, arena, Pools(arena, model.config, model.dtype)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], *, every_row: bool, with_hidden: bool = False) -> ForwardOutput:

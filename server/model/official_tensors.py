@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from server.model.config import CSA, HCA, SLIDING, ModelConfig
+from server.model.config import CSA, HCA, SLIDING, DSpark, ModelConfig
 from server.model.quantization import FP4_BLOCK, WEIGHT_BLOCK
 
 NBYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "I64": 8}
@@ -25,7 +25,8 @@ class TensorSpec:
 
 
 def official_tensors(config: ModelConfig, *, draft: bool = True) -> dict[str, TensorSpec]:
-    """Every tensor by its key, in the order of the layers; with ``draft`` those of the NextN layer (``mtp.0.*``).
+    """Every tensor by its key, in the order of the layers; with ``draft`` those of the draft too (``mtp.*``): of DSpark
+    if the config has its fields, else of NextN.
 
     Without quantization every weight is BF16 and there are no scales. A backbone of V4-Flash with its draft is 69,187
     tensors of 159,609,485,896 bytes.
@@ -44,7 +45,9 @@ class _Table:
             self.block(f"layers.{layer_id}.", ratio, is_hash=layer_id < config.num_hash_layers)
         self.head("")
         self.plain("head.weight", config.vocab_size, config.hidden_size)
-        if draft:
+        if draft and config.dspark is not None:
+            self.dspark(config.dspark)
+        elif draft:
             self.nextn("mtp.0.")
         return self.tensors
 
@@ -56,6 +59,22 @@ class _Table:
         for name in ("e_proj", "h_proj"):
             self.linear(f"{key}{name}", d, d, self.config.quantization.linears)
         self.head(key)
+
+    def dspark(self, dspark: DSpark) -> None:
+        """Stages that are blocks; the first one has the input side, the last one the output side."""
+        config, last = self.config, dspark.stages - 1
+        d, rank = config.hidden_size, dspark.markov_rank
+        for stage in range(dspark.stages):
+            key = f"mtp.{stage}."
+            self.block(key, SLIDING, is_hash=False)
+            if stage == 0:
+                self.linear(f"{key}main_proj", d, len(dspark.target_layers) * d, config.quantization.linears)
+                self.plain(f"{key}main_norm.weight", d)
+            if stage == last:
+                self.head(key)
+                self.plain(f"{key}markov_head.markov_w1.weight", config.vocab_size, rank)
+                self.plain(f"{key}markov_head.markov_w2.weight", config.vocab_size, rank)
+                self.plain(f"{key}confidence_head.proj.weight", 1, d + rank)
 
     def head(self, key: str) -> None:
         n, d = self.config.hc_mult, self.config.hidden_size

@@ -18,6 +18,7 @@ from server.model.layers import ROW_TILE, Linear
 from server.model.loader import LoadedCheckpoint, parameter_name, read_tensor
 from server.model.moe import MoE
 from server.model.network import DeepseekV4
+from server.model.numerics import PLAIN, Numerics, check_numerics
 from server.model.stored import TYPES, StoredCheckpoint, StoredEmbedding, StoredWeight, Use
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ def map_checkpoint(
     dtype: torch.dtype = torch.float32,
     deterministic: bool = True,
     draft: bool = False,
+    numerics: Numerics = PLAIN,
     cache_dir: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> LoadedCheckpoint:
@@ -40,12 +42,13 @@ def map_checkpoint(
     in them is checked by their headers; numbers of large weights are not looked at. Raises :class:`CheckpointError`.
     """
     checkpoint = open_checkpoint(model_dir)
+    check_numerics(numerics, checkpoint.config, str(model_dir))
     if draft:
         check_draft(checkpoint)
     elif checkpoint.draft in (Draft.DSPARK, Draft.OTHER):
         log.warning("%s: its draft (%s) is not loaded: this server runs NextN drafts", model_dir, checkpoint.draft)
     with torch.device("meta"):
-        network = DeepseekV4(checkpoint.config, dtype, ROW_TILE if deterministic else 0, draft=draft)
+        network = DeepseekV4(checkpoint.config, dtype, ROW_TILE if deterministic else 0, draft=draft, numerics=numerics)
     tensors = {parameter_name(key): tensor for key, tensor in checkpoint.tensors.items()}
     network.stored = _map(network, tensors, budget)
     fingerprint = model_fingerprint(model_dir, cache_dir=cache_dir, on_progress=on_progress)

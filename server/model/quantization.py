@@ -15,6 +15,9 @@ import math
 
 import torch
 
+from server.cache.row_formats import index_block as index_block  # noqa: PLC0414
+from server.cache.row_formats import kv_block as kv_block  # noqa: PLC0414
+
 WEIGHT_BLOCK = 128
 """Rows and columns of a weight that share a scale in fp8."""
 FP4_BLOCK = 32
@@ -33,16 +36,6 @@ _BYTE_PAIRS = torch.stack(
     dim=1,
 )
 """The two fp4 values of every byte, ``[256, 2]``."""
-
-
-def kv_block(width: int) -> int:
-    """Channels of a KV row (without the rotated ones) that share a scale: 64, or what divides a smaller ``width``."""
-    return math.gcd(width, 64)
-
-
-def index_block(width: int) -> int:
-    """Channels of an index key that share a scale: 32, or what divides a smaller ``width``."""
-    return math.gcd(width, FP4_BLOCK)
 
 
 # --- scales -----------------------------------------------------------------------------------------------------------
@@ -75,7 +68,7 @@ def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
     wide = x.float()
     if missing:
         wide = torch.nn.functional.pad(wide, (0, missing))
-    return wide.reshape(*wide.shape[:-1], -1, block)
+    return wide.reshape(*wide.shape[:-1], wide.shape[-1] // block, block)
 
 
 # --- rows: runs of channels with a scale each -------------------------------------------------------------------------

@@ -171,6 +171,7 @@ class BaseNode(ABC):
             "model_fingerprint": context.identity.model,
             "tokenizer_fingerprint": context.identity.tokenizer,
             "dtype": context.identity.dtype,
+            "numerics": context.identity.numerics,
             "kernels": context.identity.kernels,
             "deterministic": context.identity.deterministic,
             "page_size": context.arena.layout.page_size,

@@ -18,7 +18,9 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from server.cache.allocator import Allocator
 from server.cache.arena import TORCH_DTYPES, Arena
 from server.cache.layout import ArenaLayout
+from server.cache.row_formats import chosen_index_dtype
 from server.cache.specs import CacheGeometry, LayoutError
+from server.chat.formats import ChatFormat
 from server.chat.registry import ChatFormatMissing, ChatSettings, chat_format
 from server.engine.engine import Engine
 from server.engine.events import Command, Event
@@ -33,6 +35,7 @@ from server.model.config import CheckpointError
 from server.model.fingerprint import default_cache_dir
 from server.model.interface import LoadedModel
 from server.model.loader import load_checkpoint
+from server.model.numerics import NUMERICS
 from server.model.packed import map_checkpoint
 from server.model.state import state_components
 from server.node.checks import transport_factory
@@ -90,10 +93,16 @@ def build_resources(
     faults, deadlines = FaultSet.parse(options.faults, role), parse_deadlines(options.deadlines)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CheckpointError("--device cuda: torch sees no CUDA device")
-    kernels = choose_kernels(options.kernels, options.device)
+    kernels = choose_kernels(
+        options.kernels,
+        options.device,
+        options.numerics,
+        kv_dtype=options.kv_dtype,
+        index_dtype=options.index_dtype,
+    )
     log.info("%s kernels (%s)", kernels.identity, kernels.reason)
     tokenizer = _load_tokenizer(options.model, options.default_max_tokens)
-    _check_chat(tokenizer, options)
+    chat = _chat_format(tokenizer, options)
     loaded = _load_model(options, kernels, draft=draft)
     model = loaded.model
     geometry = CacheGeometry(
@@ -102,7 +111,14 @@ def build_resources(
         slots=options.slots + 1,
         window=model.config.sliding_window,
         spec_tokens=spec_tokens,
-        components=state_components(model.config, options.dtype, spec_tokens, draft=draft),
+        components=state_components(
+            model.config,
+            options.dtype,
+            spec_tokens,
+            draft=draft,
+            kv_dtype=options.kv_dtype,
+            index_dtype=options.index_dtype,
+        ),
     )
     arena = _make_arena(geometry, options)
     allocator = Allocator(geometry, permute_seed=options.permute_ids)
@@ -134,6 +150,7 @@ def build_resources(
             tokenizer=tokenizer.fingerprint,
             dtype=options.dtype,
             kernels=kernels.identity,
+            numerics=options.numerics,
             deterministic=options.deterministic,
         ),
         tokenizer=tokenizer,
@@ -158,8 +175,12 @@ def build_resources(
             "model_type": "deepseek_v4",
             "architectures": ["DeepseekV4ForCausalLM"],
             "kernels_reason": kernels.reason,
+            "kv_dtype": options.kv_dtype,
+            "index_dtype": chosen_index_dtype(options.kv_dtype, options.index_dtype),
             "draft": runner.drafts,
             "checkpoint_draft": loaded.draft_of_checkpoint,
+            "chat_format": chat.name,
+            "can_think": chat.can_think,
             "default_max_tokens": n_default,
             "default_max_tokens_pages": allocator.pages_for(n_default),
         },
@@ -191,6 +212,7 @@ def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> _Load
                 dtype=dtype,
                 deterministic=deterministic,
                 draft=draft,
+                numerics=NUMERICS[options.numerics],
                 cache_dir=default_cache_dir(),
                 on_progress=on_progress,
             )
@@ -201,6 +223,7 @@ def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> _Load
                 device=options.device,
                 deterministic=deterministic,
                 draft=draft,
+                numerics=NUMERICS[options.numerics],
                 on_progress=on_progress,
             )
     loaded = _Loaded(kernels.take(checkpoint.network), checkpoint.fingerprint, checkpoint.draft)
@@ -218,15 +241,15 @@ def _load_tokenizer(model: Path, default_max_tokens: int) -> Tokenizer:
         raise CheckpointError(f"{model}: the tokenizer cannot be loaded: {error!r}") from error
 
 
-def _check_chat(tokenizer: Tokenizer, options: NodeOptions) -> None:
+def _chat_format(tokenizer: Tokenizer, options: NodeOptions) -> ChatFormat:
     """Refuses a chat format that the checkpoint cannot have, before anything large is loaded."""
     settings = ChatSettings(options.chat_format, options.tool_parser, options.reasoning_parser)
     try:
         chat = chat_format(tokenizer, settings)
     except ChatFormatMissing as error:
         raise CheckpointError(str(error)) from error
-    tools = "none" if chat.tools is None else chat.tools.name
-    log.info("chat format %s, tool parser %s, reasoning parser %s", chat.name, tools, "on" if chat.reasoning else "off")
+    log.info("chat: %s", chat)
+    return chat
 
 
 def _make_arena(geometry: CacheGeometry, options: NodeOptions) -> Arena:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from server.cache.row_formats import INDEX_DTYPES, KV_DTYPES
 from server.node.cli import OneOf, option
 from server.sizes import nbytes_of
 
@@ -144,6 +145,19 @@ class NodeOptions:
     model: Path = option("model", "checkpoint directory", default=BUNDLED_MODEL, type=Path, metavar="DIR")
     served_model_name: str = option("model", "name in the API (default: the directory's name)", metavar="NAME")
     dtype: str = option("model", "weights and activations", default="float32", choices=("float32", "bfloat16"))
+    kv_dtype: str = option(
+        "model",
+        "how windows and compressed entries are stored; fp8: rows of about one byte a channel (docs/layout.md). Both "
+        "nodes of a pair need the same",
+        default="model",
+        choices=KV_DTYPES,
+    )
+    index_dtype: str = option(
+        "model",
+        "the same of the indexer's keys; auto: mxfp4 with --kv-dtype fp8, else model",
+        default="auto",
+        choices=INDEX_DTYPES,
+    )
     device: str = option("model", "where the model and its state live", default="cpu", choices=("cpu", "cuda"))
     weights: str = option(
         "model",
@@ -185,6 +199,13 @@ class NodeOptions:
         "the CPU and they can be loaded",
         default="auto",
         choices=("auto", "cpu", "python"),
+    )
+    numerics: str = option(
+        "compute",
+        "plain: the formulas in --dtype; official: also rounded where the reference quantizes (docs/numerics.md). Both "
+        "nodes of a pair need the same",
+        default="plain",
+        choices=("plain", "official"),
     )
     deterministic: bool = option(
         "compute",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from server.node.logs import LogWriter, log_terminal
+from server.sizes import size
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +83,6 @@ class _Bar:
 
     def close(self) -> None:
         self._terminal.put_status("")
-
-
-def size(nbytes: int) -> str:
-    """``1.5 GiB``, ``20 MiB``."""
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
 
 
 def rate(nbytes: int, took_s: float) -> str:

@@ -15,6 +15,7 @@ from server.prefill.decode_peer import ControlSocket, DecodePeer
 from server.prefill.registrations import Registrations, Standing
 from server.prefill.room_manager import PrefillRoomManager
 from server.transfer.diagnosis import refuses_connections
+from server.transfer.frames import ProtocolError, VersionMismatch, decode
 from server.transfer.log_limit import LogLimit
 from server.transfer.manifest import PEERS, PROTOCOL_VERSION, Manifest, Mismatch, compare, refusal_label
 from server.transfer.metrics import NodeMetrics
@@ -24,14 +25,11 @@ from server.transfer.protocol import (
     PeerMessage,
     Ping,
     Pong,
-    ProtocolError,
     Refused,
     Register,
     Registered,
     Registration,
-    VersionMismatch,
     clip,
-    decode,
 )
 from server.transfer.rooms import TICK_S, Deadlines, Heartbeat
 

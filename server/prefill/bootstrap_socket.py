@@ -16,9 +16,10 @@ from server.transfer.addresses import is_ipv6, join_address
 from server.transfer.auth import Gatekeeper, Guard
 from server.transfer.connections import CHECK_S, Connections
 from server.transfer.diagnosis import Wire, WireEvent, end_wire_events, wire_events
+from server.transfer.frames import encode
 from server.transfer.log_limit import LogLimit
 from server.transfer.metrics import NodeMetrics
-from server.transfer.protocol import MAX_FRAME_NBYTES, AnyMessage, encode
+from server.transfer.protocol import MAX_FRAME_NBYTES, AnyMessage
 from server.transfer.sockets import frames_of, post
 
 log = logging.getLogger(__name__)

@@ -93,7 +93,7 @@ class PrefillNode(BaseNode):
         )
         bootstrap.start()
         self.manager.routed_rooms.address = join_address(settings.bootstrap_host, self.socket.port)
-        self._supervisor.watch(lambda: [*self.socket.tasks, *bootstrap.tasks, *self.manager.threads])
+        self._supervisor.watch(lambda: [*self.socket.tasks, *bootstrap.tasks, *self.manager.senders.threads])
 
     async def _inform_peers(self) -> None:
         """Keeps the connections open until every room's end is known, at most :data:`_KNOWN_S`.

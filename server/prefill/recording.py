@@ -1,4 +1,4 @@
-"""What the records of a prefill node's rooms are written from."""
+"""What the records and metrics of a prefill node's rooms are written from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from server.prefill.request import PrefillRequest
 from server.prefill.room import PrefillPhase
 from server.telemetry.record import PhaseName
 from server.telemetry.rooms import RoomRecorder, RoomRecords
+from server.transfer.metrics import NodeMetrics
 from server.transfer.protocol import Reserve
+from server.transfer.rooms import Forget
 
 _PHASES = {
     PrefillPhase.PREFILL: PhaseName.PREFILL,
@@ -45,5 +47,16 @@ def note_phase(records: RoomRecords, req: PrefillRequest, now: float) -> None:
         records.end(record, room.failure.code, now, room.failure)
     elif room.done is not None:
         record.moved(room.done)
-        record.n_generated = record.n_steps = int(req.first is not None)
+        record.n_generated = record.n_steps = int(req.first is not None and req.request.sampling.max_tokens > 0)
         records.end(record, "committed", now)
+
+
+def count_end(metrics: NodeMetrics, req: PrefillRequest, end: Forget) -> None:
+    """A room is over on this side."""
+    room = req.room
+    metrics.room_ended(end.outcome, end.reason)
+    for phase, seconds in room.phase_s.items():
+        metrics.phase(phase, seconds)
+    if end.outcome == "committed" and room.done is not None:
+        metrics.phase("digest", room.done.timings.digest_s)
+        metrics.transferred(req.peer.name, room.done)

@@ -12,11 +12,13 @@ from server.cache.layout import Placement
 from server.engine.request import GenerationRequest, SamplingParams, TokenLogprob
 from server.faults.hooks import Sending
 from server.prefill.decode_peer import DecodePeer
+from server.prefill.events import Pushed
 from server.prefill.kv_sender import Piece, Sender, SendJob
-from server.prefill.room import PrefillRoom, Pushed
+from server.prefill.room import PrefillRoom
 from server.telemetry.rooms import RoomRecorder
+from server.transfer.frames import unpack_tokens
 from server.transfer.plan import CopyPlan, Push, Rows, Side
-from server.transfer.protocol import Reserve, RoomRequest, RoutedRequest, unpack_tokens
+from server.transfer.protocol import Reserve, RoomRequest, RoutedRequest
 from server.transfer.rooms import RoomKey
 
 PAGES_PLANNED_AHEAD = 2

@@ -10,11 +10,29 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 from server.engine.prompt_logprobs import row_nbytes
 from server.failure import Failure
+from server.prefill.events import (
+    Admitted,
+    Advanced,
+    BatchEnded,
+    CancelEngine,
+    CancelPush,
+    Clean,
+    Cleaned,
+    Computed,
+    EngineIdle,
+    PrefillAction,
+    PrefillEvent,
+    Pushed,
+    PushPages,
+    PushTail,
+    QueueMoved,
+    Release,
+    Scored,
+    SenderGone,
+)
 from server.transfer.parts import PROMPT_LOGPROBS, Part, PartsToSend
 from server.transfer.plan import Rows
 from server.transfer.protocol import (
@@ -39,130 +57,6 @@ from server.transfer.protocol import (
     ids_of,
 )
 from server.transfer.rooms import Deadlines, Forget, GivenUp, PeerLost, Resend, RoomKey, Send, Tick
-
-# --- events ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Admitted:
-    """The room has a slot and pages, and the engine has the request."""
-
-
-@dataclass(frozen=True)
-class QueueMoved:
-    """Some other room made progress: waiting in the queue is no silence."""
-
-
-@dataclass(frozen=True)
-class Advanced:
-    """The engine has computed prompt positions ``0 .. n_computed - 1``."""
-
-    n_computed: int
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The engine has the next rows of the prompt's log probabilities."""
-
-    rows: bytes
-
-
-@dataclass(frozen=True)
-class Computed:
-    """The engine is finished with the prompt; ``digests`` are of every live byte."""
-
-    digests: dict[str, int]
-    prefill_s: float
-    digest_s: float
-
-
-@dataclass(frozen=True)
-class EngineIdle:
-    """The engine will not touch the room's memory again: after a cancel, or because of ``failure``."""
-
-    failure: Failure | None = None
-
-
-@dataclass(frozen=True)
-class Pushed:
-    """The node handed a batch to the sender (``batch_id`` None: there was nothing to write). ``last`` with the tail.
-
-    ``pieces`` are counted by component.
-    """
-
-    batch_id: int | None
-    rows: tuple[Rows, ...]
-    pieces: Mapping[str, int]
-    last: bool
-
-
-@dataclass(frozen=True)
-class BatchEnded:
-    """The sender is finished with a batch. ``failure`` None: every piece applied.
-
-    ``quiesced``: at this moment no piece of the room, in this batch or another, may still land.
-    """
-
-    batch_id: int
-    failure: Failure | None
-    quiesced: bool
-
-
-@dataclass(frozen=True)
-class SenderGone:
-    """The sender is closed; batches without a result will never have one."""
-
-
-@dataclass(frozen=True)
-class Cleaned:
-    """The room's memory is scrubbed."""
-
-
-PrefillEvent = (
-    Reserve | Abort | Committed | Rejected | PromptLogprobsReceived | GivenUp | Admitted | QueueMoved | Advanced
-    | Scored | Computed | EngineIdle | Pushed | BatchEnded | SenderGone | Cleaned | PeerLost | Tick
-)  # fmt: skip
-
-
-# --- actions ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PushPages:
-    """Send every page that ``n_computed`` positions fill and that was not sent yet."""
-
-    n_computed: int
-
-
-@dataclass(frozen=True)
-class PushTail:
-    """Send everything that was not sent yet."""
-
-
-@dataclass(frozen=True)
-class CancelEngine:
-    """Stop computing the room."""
-
-
-@dataclass(frozen=True)
-class CancelPush:
-    """Submit no further piece of the room."""
-
-
-@dataclass(frozen=True)
-class Clean:
-    """Scrub the room's memory (then :class:`Cleaned`)."""
-
-
-@dataclass(frozen=True)
-class Release:
-    """Give the room's slot and pages back."""
-
-
-PrefillAction = Send | PushPages | PushTail | CancelEngine | CancelPush | Clean | Release | Forget
-
-
-# --- the room --------------------------------------------------------------------------------------------------------
 
 
 class PrefillPhase(enum.StrEnum):

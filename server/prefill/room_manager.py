@@ -6,11 +6,8 @@ the sender and ticks, and carries out its actions.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
 from functools import partial
 
 from server.engine.events import (
@@ -31,11 +28,8 @@ from server.failure import Failure, RequestFailed, internal_error
 from server.node.context import NodeContext, NodeSettings
 from server.node.request_log import log_end
 from server.prefill.decode_peer import DecodePeer
-from server.prefill.kv_sender import KVSender, Sender, SendResult
-from server.prefill.probe import ProbeKey, ProbeWriter
-from server.prefill.recording import note_phase, open_record
-from server.prefill.request import Batch, Outgoing, PrefillRequest, n_tokens_of, read_request
-from server.prefill.room import (
+from server.prefill.ended_rooms import answer_abort, answer_if_over
+from server.prefill.events import (
     Admitted,
     Advanced,
     BatchEnded,
@@ -47,44 +41,39 @@ from server.prefill.room import (
     EngineIdle,
     PrefillAction,
     PrefillEvent,
-    PrefillPhase,
-    PrefillRoom,
     PushPages,
     PushTail,
     QueueMoved,
     Release,
     Scored,
     SenderGone,
-    failed_message,
 )
+from server.prefill.kv_sender import SendResult
+from server.prefill.probe import ProbeKey, ProbeWriter
+from server.prefill.recording import count_end, note_phase, open_record
+from server.prefill.request import Batch, Outgoing, PrefillRequest, n_tokens_of, read_request
+from server.prefill.room import PrefillPhase, PrefillRoom, failed_message
 from server.prefill.room_memory import RoomMemory, placement_failure
 from server.prefill.routed_rooms import RoutedRooms
+from server.prefill.senders import MakeSender, Senders
 from server.telemetry.latency import RequestMetrics
 from server.telemetry.rooms import PREFILL, RoomRecords
-from server.transfer.engines.base import TransferEngine, open_registered
+from server.transfer.frames import ProtocolError
 from server.transfer.protocol import (
     Abort,
     Committed,
     PeerMessage,
     Probe,
     PromptLogprobsReceived,
-    ProtocolError,
-    Quiesced,
     Rejected,
     Reserve,
     RoutedRequest,
     Waiting,
     Writes,
-    ids_of,
 )
 from server.transfer.rooms import Forget, GivenUp, PeerLost, RoomKey, Send, Tick, Tombstones
 
 log = logging.getLogger(__name__)
-
-_SENDER_CLOSE_S = 5.0
-
-MakeSender = Callable[[DecodePeer, Callable[[SendResult], None]], Sender]
-"""Builds and starts the sender for a peer. It reports every batch to the function, from any thread."""
 
 
 class PrefillRoomManager:
@@ -95,13 +84,12 @@ class PrefillRoomManager:
     - messages go out by :meth:`DecodePeer.send` and come in by :meth:`on_registered`, :meth:`on_message` and
       :meth:`on_lost`, all three called by :class:`~server.prefill.bootstrap.Bootstrap`;
     - commands for the engine go to ``context.submit_command``, its events come in by :meth:`on_engine_event`;
-    - state is written by what ``make_sender`` builds for each peer (default: a :class:`KVSender`, a thread with a
-      transport endpoint of ``context.make_transport``);
+    - state is written by ``senders``, by what ``make_sender`` builds for each peer;
     - time is ``context.clock`` and :meth:`tick`, which is to be called again and again.
     """
 
     def __init__(self, settings: NodeSettings, context: NodeContext, make_sender: MakeSender | None = None) -> None:
-        self.senders: dict[DecodePeer, Sender] = {}
+        self.senders = Senders(context, self._on_sent, make_sender)
         self.reqs: dict[RoomKey, PrefillRequest] = {}
         self.queue: deque[PrefillRequest] = deque()
         self.refusing: Failure | None = None
@@ -114,32 +102,21 @@ class PrefillRoomManager:
         )
         self.probes = ProbeWriter(context.arena, settings.deadlines.probe_s, context.clock)
         self._clock = context.clock
-        self._arena = context.arena
         self._submit_command = context.submit_command
         self._metrics = context.metrics
         self._max_queue = settings.max_queue
         self._deadlines = settings.deadlines
         self._hooks = context.hooks
         self._memory = RoomMemory(settings, context)
-        self._make_transport = context.hooks.transport(context.make_transport)
-        self._make_sender = make_sender or self._start_sender
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
         """Closes the senders; the rooms should have been given up before."""
-        closing = [self._close_sender(peer, sender) for peer, sender in self.senders.items()]
-        await asyncio.gather(*closing, *self._tasks)
+        await self.senders.close()
 
     @property
     def n_waiting(self) -> int:
         """Rooms that wait for a slot and pages."""
         return sum(req.room.phase is PrefillPhase.QUEUED for req in self.queue)
-
-    @property
-    def threads(self) -> list[threading.Thread]:
-        """What moves the rooms' state."""
-        return [sender.thread for sender in self.senders.values() if sender.thread is not None]
 
     def drain(self, failure: Failure) -> None:
         """Refuses every room that is still to come or has not begun; the others go on."""
@@ -195,46 +172,24 @@ class PrefillRoomManager:
 
     def on_registered(self, peer: DecodePeer) -> None:
         """A decode node has registered: it gets its own sender."""
-        self.senders[peer] = self._make_sender(peer, self._on_send_result)
+        self.senders.start(peer)
         self._metrics.peer_known(peer.name)
-
-    def _start_sender(self, peer: DecodePeer, on_result: Callable[[SendResult], None]) -> KVSender:
-        name = f"sender {peer.incarnation[:8]}"
-        sender = KVSender(self._open_transport, peer.manifest.session, on_result, name, clock=self._clock)
-        sender.start()
-        return sender
-
-    def _open_transport(self) -> TransferEngine:
-        return open_registered(self._make_transport, self._arena.ptr, self._arena.nbytes)
 
     def on_lost(self, peer: DecodePeer, failure: Failure) -> None:
         """A registration is over: so are its rooms."""
-        sender = self.senders.pop(peer, None)
-        if sender is None:
+        if peer not in self.senders:
             return
+        self.senders.end(peer, self._on_sender_gone)
         for req in self._reqs_of(peer):
             self.step(req, PeerLost(failure))
         self._metrics.peer_gone(peer.name)
         self.tombstones.drop_peer(peer.incarnation)
         self.routed_rooms.on_lost(peer)
         self.probes.on_lost(peer)
-        self._spawn(self._end_sender(peer, sender))
 
-    async def _end_sender(self, peer: DecodePeer, sender: Sender) -> None:
-        await self._close_sender(peer, sender)
+    def _on_sender_gone(self, peer: DecodePeer) -> None:
         for req in self._reqs_of(peer):
             self.step(req, SenderGone())
-
-    @staticmethod
-    async def _close_sender(peer: DecodePeer, sender: Sender) -> None:
-        """Pieces still in flight after :data:`_SENDER_CLOSE_S` are left to the decode node's fence."""
-        if not await sender.aclose(_SENDER_CLOSE_S):
-            log.error("the sender thread of %s is stuck in the transport", peer)
-
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _reqs_of(self, peer: DecodePeer) -> list[PrefillRequest]:
         return [req for req in self.reqs.values() if req.peer is peer]
@@ -258,7 +213,9 @@ class PrefillRoomManager:
                 if req is not None:
                     self.step(req, message)
                 elif isinstance(message, Abort):
-                    self._on_abort_of_unknown(peer, message)
+                    failure = Failure("aborted", message.reason)
+                    self.routed_rooms.given_up(RoomKey.of(message), failure)
+                    answer_abort(peer, message, failure, self.tombstones)
             case _:
                 self._metrics.dropped("direction")
 
@@ -267,10 +224,7 @@ class PrefillRoomManager:
         if key in self.reqs:
             self.step(self.reqs[key], reserve)
             return
-        stone = self.tombstones.refuses(key)
-        if stone is not None:
-            writes = Writes.SETTLING if self.tombstones.clean(key) else Writes.UNKNOWN
-            peer.send(failed_message(reserve, stone.failure or _over(key), writes))
+        if answer_if_over(peer, reserve, self.tombstones):
             return
         try:
             request = read_request(reserve)
@@ -284,11 +238,9 @@ class PrefillRoomManager:
         room = PrefillRoom(reserve, n_tokens, self._deadlines, now)
         req = self.reqs[key] = PrefillRequest(room, request, peer, self.senders[peer], record)
         self._hooks.entered(room.phase)
-        self.step(req, reserve if failure is None else GivenUp(failure))
         if isinstance(reserve.request, RoutedRequest):
-            failure = self.routed_rooms.join(req)
-            if failure is not None:
-                self.step(req, GivenUp(failure))
+            failure = self.routed_rooms.join(req, failure)
+        self.step(req, reserve if failure is None else GivenUp(failure))
         if room.active:
             self.queue.append(req)
             self._admit()
@@ -305,26 +257,14 @@ class PrefillRoomManager:
 
     def _on_waiting(self, peer: DecodePeer, waiting: Waiting) -> None:
         """A room that is over here, or will never be taken, is answered so again and again: the answer may be lost."""
-        key = RoomKey.of(waiting)
-        if key in self.reqs:
+        if RoomKey.of(waiting) in self.reqs:
             return  # a copy from before the room was reserved
-        stone = self.tombstones.refuses(key)
-        if stone is not None:
-            peer.send(failed_message(waiting, stone.failure or _over(key), Writes.SETTLING))
-        elif self.refusing is not None:
+        if answer_if_over(peer, waiting, self.tombstones):
+            return
+        if self.refusing is not None:
             self.routed_rooms.refuse(peer, waiting, self.refusing)
         else:
             self.routed_rooms.on_waiting(peer, waiting)
-
-    def _on_abort_of_unknown(self, peer: DecodePeer, abort: Abort) -> None:
-        key = RoomKey.of(abort)
-        failure = Failure("aborted", abort.reason)
-        self.routed_rooms.given_up(key, failure)
-        if self.tombstones.clean(key):
-            self.tombstones.add(key, failure, clean=True)
-            peer.send(Quiesced(**ids_of(abort)))
-        else:
-            peer.send(failed_message(abort, failure, Writes.UNKNOWN))
 
     # --- rooms --------------------------------------------------------------------------------------------------------
 
@@ -439,12 +379,7 @@ class PrefillRoomManager:
         del self.reqs[key]
         if req in self.queue:
             self.queue.remove(req)
-        self._metrics.room_ended(action.outcome, action.reason)
-        for phase, seconds in room.phase_s.items():
-            self._metrics.phase(phase, seconds)
-        if action.outcome == "committed" and room.done is not None:
-            self._metrics.phase("digest", room.done.timings.digest_s)
-            self._metrics.transferred(req.peer.name, room.done)
+        count_end(self._metrics, req, action)
         if not req.peer.lost:
             self.tombstones.add(key, room.failure, clean=action.clean)
         if action.clean:
@@ -480,12 +415,8 @@ class PrefillRoomManager:
             case _:
                 pass
 
-    def _on_send_result(self, result: SendResult) -> None:
-        """Takes a sender's result (in its thread)."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._on_sent, result)
-
     def _on_sent(self, result: SendResult) -> None:
+        """Takes a sender's result (in the event loop)."""
         if isinstance(result.key, ProbeKey):
             self.probes.on_result(result.key, result)
             return
@@ -494,7 +425,3 @@ class PrefillRoomManager:
             return
         failure = result.failure(req.room.reserve.components)
         self.step(req, BatchEnded(result.batch_id, failure, result.quiesced))
-
-
-def _over(key: RoomKey) -> Failure:
-    return Failure("room_over", f"{key} is over already")

@@ -21,8 +21,9 @@ from server.engine.request import FinishReason, GenerationRequest, RouteInfo, To
 from server.engine.stopping import OutputProcessor
 from server.failure import Failure, RequestFailed, internal_error
 from server.prefill.decode_peer import DecodePeer
+from server.prefill.events import PrefillEvent
 from server.prefill.request import PrefillRequest
-from server.prefill.room import PrefillEvent, PrefillPhase, failed_message
+from server.prefill.room import PrefillPhase, failed_message
 from server.telemetry.record import PhaseName
 from server.telemetry.rooms import RoomRecords
 from server.transfer.protocol import RequestArrived, RoutedRequest, Waiting, Writes, ids_of
@@ -265,22 +266,21 @@ class RoutedRooms:
             if half.other is not None and half.other.peer is peer:
                 half.other = None
 
-    def join(self, req: PrefillRequest) -> Failure | None:
-        """A ``Reserve`` without a prompt has come, and ``req`` is its room, which may be over already. It gets the
-        prompt of the request here; if that cannot be, why not.
+    def join(self, req: PrefillRequest, refused: Failure | None = None) -> Failure | None:
+        """A ``Reserve`` without a prompt has come, and ``req`` is its room. It gets the prompt of the request here.
+        Returns why it cannot go on: it is ``refused`` already, or has no such request.
         """
         room = req.key.room
         half = self._http.get(room)
         if half is None:
             reason = f"the request for room {room} is not on the prefill node any more"
-            return Failure("prefill_client_gone", reason)
+            return refused or Failure("prefill_client_gone", reason)
         if half.req is not None or (half.other is not None and half.other.key != req.key):
-            return _not_yours(room)
+            return refused or _not_yours(room)
         half.req, self._joined[req.key] = req, half
         req.record.waited_before(PhaseName.PAIR, half.came)
-        if not req.room.active:
-            self.moved(req)
-            return None
+        if refused is not None:
+            return refused
         prompt, wanted = half.request.prompt_ids, req.room.reserve.request
         if not isinstance(wanted, RoutedRequest):
             raise TypeError(f"{req.key} has its prompt already")

@@ -15,7 +15,7 @@ from server.cache.live import LIVE_RULES
 from server.cache.specs import DRAFT, SWA, Scope
 from server.transfer.engines.base import TransferEngine
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised whenever a message changes. Peers of different versions refuse each other."""
 
 ABSENT = "absent"
@@ -65,7 +65,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     - ``session``: where a decode node's transport session for this peer listens; empty from a prefill node, which
       nobody writes to.
     - ``model``, ``tokenizer``: fingerprints of config and weights, and of the tokenizer files.
-    - ``dtype``: element type of the model's activations.
+    - ``dtype``: element type of the model's activations. ``numerics``: what is rounded beyond it (``plain``,
+      ``official``).
     - ``kernels``: what computes, with its version: equal for nodes whose results are equal bit for bit.
       ``deterministic``: whether that is promised.
     - ``page_size``, ``window``: tokens. ``spec_tokens``: draft tokens per step that the rings can undo.
@@ -83,6 +84,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: ShortText
     tokenizer: ShortText
     dtype: Name
+    numerics: Name
     kernels: ShortText
     deterministic: bool
     page_size: Positive
@@ -103,8 +105,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What must be the same on both sides for state to mean the same: fingerprints, activation dtype; and for results
-    to be the same bits: ``kernels``. Nodes that are not ``deterministic`` need not have the same.
+    """What must be the same on both sides for state to mean the same: fingerprints, activation dtype and numerics; and
+    for results to be the same bits: ``kernels``. Nodes that are not ``deterministic`` need not have the same.
     """
 
     model: str
@@ -112,6 +114,7 @@ class ModelIdentity:
     dtype: str
     kernels: str
     deterministic: bool = True
+    numerics: str = "plain"
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,7 @@ def build_manifest(
         model=identity.model,
         tokenizer=identity.tokenizer,
         dtype=identity.dtype,
+        numerics=identity.numerics,
         kernels=identity.kernels,
         deterministic=identity.deterministic,
         page_size=layout.page_size,
@@ -197,10 +201,11 @@ _EQUAL_FIELDS = (
     "model",
     "tokenizer",
     "dtype",
+    "numerics",
     "page_size",
     "window",
 )
-_EQUAL_COMPONENT_FIELDS = ("scope", "positions", "layer_ids", "width", "dtype", "row_nbytes")
+_EQUAL_COMPONENT_FIELDS = ("scope", "positions", "layer_ids", "dtype", "width", "row_nbytes")
 _ROLES = {"prefill": "decode", "decode": "prefill"}
 
 

@@ -1,23 +1,15 @@
-"""The PD control protocol: one struct per message, msgpack on the wire, and the only encoder and decoder.
-
-A frame is ``b"PD" + version byte + xxh3_64 of the rest (little-endian) + msgpack map``; the map's ``type`` names the
-message. A frame whose digest is wrong is dropped like a lost one. Unknown types and fields, wrong
-types and values out of range are refused, as are frames over the size caps. Nothing is ever unpickled.
-"""
+"""The PD control protocol: one struct per message. How they are written on the wire is in :mod:`.frames`."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple, TypedDict
 
 import msgspec
-import numpy as np
-import xxhash
 from msgspec import Meta
 
 from server.failure import Failure, FailureKind
-from server.transfer.manifest import PROTOCOL_VERSION, Count, Incarnation, Manifest, Name, Positive, ShortText
+from server.transfer.manifest import Count, Incarnation, Manifest, Name, Positive, ShortText
 from server.transfer.parts import PART_NBYTES
 
 MAX_FRAME_NBYTES = 8 << 20
@@ -27,10 +19,6 @@ MAX_SMALL_FRAME_NBYTES = 256 << 10
 MAX_ROOM = 2**63 - 1
 PROBE_BLOCK_NBYTES = 1024
 """Bytes that one readiness probe writes."""
-
-_MAGIC = b"PD"
-_PREFIX = _MAGIC + bytes((PROTOCOL_VERSION,))
-HEADER_NBYTES = len(_PREFIX) + 8
 
 RoomId = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
 Reason = Annotated[str, Meta(max_length=1000)]
@@ -42,22 +30,6 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenBias = tuple[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]]
 BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=1024)]
 ItemIds = Annotated[tuple[Annotated[int, Meta(ge=1, le=2**31 - 1)], ...], Meta(max_length=1 << 17)]
-
-
-class ProtocolError(Exception):
-    """A frame that is not a message of this protocol. ``kind`` is a short stable word for the counters."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
-class VersionMismatch(ProtocolError):
-    """A frame of this protocol in another version, ``theirs``."""
-
-    def __init__(self, theirs: int) -> None:
-        super().__init__("version", f"protocol_version differs: ours {PROTOCOL_VERSION}, theirs {theirs}")
-        self.theirs = theirs
 
 
 class Writes(enum.StrEnum):
@@ -399,60 +371,6 @@ FromPrefill = (
     | Quiesced
 )  # fmt: skip
 AnyMessage = FromDecode | FromPrefill
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnyMessage)
-
-
-def seal(content: bytes) -> bytes:
-    """``content``, a msgpack map, as a frame."""
-    return _PREFIX + xxhash.xxh3_64(content).intdigest().to_bytes(8, "little") + content
-
-
-def encode(message: AnyMessage) -> bytes:
-    """A message as one frame. Raises :class:`ProtocolError` (``oversize``) if it is over its cap."""
-    frame = seal(_encoder.encode(message))
-    cap = MAX_FRAME_NBYTES if isinstance(message, Reserve) else MAX_SMALL_FRAME_NBYTES
-    if len(frame) > cap:
-        raise ProtocolError("oversize", f"{type(message).__name__} of {len(frame)} bytes is over the cap of {cap}")
-    return frame
-
-
-def decode(frame: bytes) -> AnyMessage:
-    """One frame as a message.
-
-    Raises :class:`ProtocolError`: kinds ``oversize``, ``garbage``, ``version``, ``corrupt``, ``malformed``.
-    """
-    if len(frame) > MAX_FRAME_NBYTES:
-        raise ProtocolError("oversize", f"a frame of {len(frame)} bytes is over the cap of {MAX_FRAME_NBYTES}")
-    if len(frame) < len(_PREFIX) or frame[: len(_MAGIC)] != _MAGIC:
-        raise ProtocolError("garbage", f"a frame of {len(frame)} bytes does not start with {_MAGIC!r}")
-    if frame[2] != PROTOCOL_VERSION:
-        raise VersionMismatch(frame[2])
-    content = memoryview(frame)[HEADER_NBYTES:]
-    if xxhash.xxh3_64(content).intdigest() != int.from_bytes(frame[len(_PREFIX) : HEADER_NBYTES], "little"):
-        raise ProtocolError("corrupt", f"the content of a frame of {len(frame)} bytes does not have its digest")
-    try:
-        message: AnyMessage = _decoder.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError("malformed", f"a frame of {len(frame)} bytes is no message: {error}") from error
-    if len(frame) > MAX_SMALL_FRAME_NBYTES and not isinstance(message, Reserve):
-        raise ProtocolError(
-            "oversize", f"{type(message).__name__} of {len(frame)} bytes is over {MAX_SMALL_FRAME_NBYTES}"
-        )
-    return message
-
-
-def pack_tokens(ids: Sequence[int]) -> bytes:
-    """Token ids as raw little-endian int32."""
-    return np.asarray(ids, dtype="<i4").tobytes()
-
-
-def unpack_tokens(data: bytes) -> tuple[int, ...]:
-    """The inverse of :func:`pack_tokens`. Raises :class:`ProtocolError` if ``data`` is no whole number of ids."""
-    if len(data) % 4:
-        raise ProtocolError("malformed", f"{len(data)} bytes are no int32 token ids")
-    return tuple(np.frombuffer(data, dtype="<i4").tolist())
 
 
 def clip(text: str, most: int = 1000) -> str:

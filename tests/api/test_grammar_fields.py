@@ -11,7 +11,7 @@ import pytest
 
 from server.engine.grammar import Grammar
 from tests.api.fakes import FakeBackend
-from tests.api.harness import chat, complete, error_of
+from tests.api.harness import chat, client_of, complete, error_of
 
 SCHEMA = {"type": "object", "properties": {"ä": {"type": "integer"}}, "required": ["ä"]}
 TEXT = json.dumps(SCHEMA, ensure_ascii=False, separators=(",", ":"))
@@ -94,6 +94,21 @@ async def test_what_is_wrong_is_said(
     assert any(error["param"].startswith(name) for name in body)
     assert says in error["message"]
     assert backend.requests == []
+
+
+@pytest.mark.parametrize("field", ["regex", "guided_json", "guided_choice"])
+async def test_a_grammar_that_is_too_long_costs_nothing_behind_reasoning_either(
+    deepseek: FakeBackend, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    """What puts it behind the reasoning goes through it character by character, in the interpreter."""
+    monkeypatch.setattr("server.api.rules.behind_reasoning", lambda *_: pytest.fail("it was gone through"))
+    text = "(a/b)" * 20000
+    value = {"regex": text, "guided_json": {"enum": [text]}, "guided_choice": [text]}[field]
+    async with client_of(deepseek) as client:
+        error = error_of(await chat(client, thinking={"type": "enabled"}, **{field: value}), 400)
+    assert (error["code"], error["param"]) == ("invalid_grammar", field)
+    assert "at most 65536" in error["message"]
+    assert deepseek.requests == []
 
 
 async def test_grammars_are_compiled_outside_of_the_event_loop(

@@ -33,13 +33,15 @@ class PageBackend(FakeBackend):
     def __init__(self, tokenizer: Tokenizer, role: str = "decode", *, empty: bool = False) -> None:
         super().__init__(tokenizer, role)
         self.empty = empty
+        self.can_think = True
         self.model_name = rooms.HOSTILE
         self.script.answer = f"{rooms.HOSTILE} 42 äpfel 🦊"
 
     def server_info(self) -> dict[str, Any]:
         link = {"state": "connecting", "reason": rooms.HOSTILE, "transport": None}
         peers = [] if self.empty else [link | {"address": rooms.HOSTILE}]
-        return super().server_info() | {"page_size": 256, "dtype": "float32", "kernels": "cpu-1", "peers": peers}
+        facts = {"page_size": 256, "dtype": "float32", "kernels": "cpu-1", "can_think": self.can_think}
+        return super().server_info() | facts | {"peers": peers}
 
     def rooms(self, limit: int) -> dict[str, Any]:
         if self.empty:
@@ -96,6 +98,7 @@ def test_texts_stay_texts_and_the_chat_box_streams(tab: Tab, tokenizer: Tokenize
             "decode",
             "component_mismatch",
         ]
+        assert tab.run("document.querySelector('#chat-think').offsetParent !== null")
         tab.run("document.querySelector('.lane-id').click()")
         assert tab.text("#room-title") == f"Room {rooms.RUNNING}"
         assert f"cmpl-{rooms.HOSTILE}-0" in tab.text("#room-body")
@@ -208,6 +211,20 @@ def test_reasoning_and_tool_calls_are_shown_apart(tab: Tab, tokenizer: Tokenizer
         assert tab.text(".said-text") == "It is 7."
         assert tab.text(".call") == 'calculator({"a": 3})'
         assert_nothing_ran(tab)
+
+
+@pytest.mark.full
+def test_thinking_is_offered_where_the_chat_format_can_say_it(tab: Tab, tokenizer: Tokenizer) -> None:
+    backend = PageBackend(tokenizer)
+    backend.can_think = False
+    with serve(backend) as url:
+        tab.go(f"{url}/")
+        tab.until(LOADED)
+        tab.run("document.querySelector('#chat-think').checked = true; undefined")  # as of a node before
+        assert tab.run("document.querySelector('#chat-think').offsetParent === null")
+        ask(tab, "How many?")
+        tab.until("document.querySelector('.proof .link')")
+        assert tab.text(".said-text") == backend.script.answer
 
 
 @pytest.mark.full

@@ -18,10 +18,11 @@ from server.api.prompt_logprobs import sglang_arrays, token_offsets
 from server.engine.prompt_logprobs import PromptLogprobs
 from server.engine.tokenizer import Tokenizer
 from tests.api.fakes import ANSWER, FakeBackend
-from tests.api.harness import CHAT, COMPLETIONS, chat, client_of, complete, error_of, events
+from tests.api.harness import CHAT, COMPLETIONS, HELLO, chat, client_of, complete, error_of, events
 from tests.support.fake_scores import rows_of
 
 PROMPT = "äh 🦊 ja"
+GENERATE = "/generate"
 
 
 def score_of(ids: Sequence[int], position: int) -> float:
@@ -159,6 +160,57 @@ async def test_too_many_are_refused_before_anything_is_computed(
         assert error["param"] == param
         assert "in each of 2 samples are 204: at most 200" in error["message"]
     assert not backend.requests
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": ["x", "y"], "n": 2, "max_tokens": 26, "logprobs": 1}, "logprobs"),
+        (COMPLETIONS, {"prompt": "x", "n": 2, "max_tokens": 52, "logprobs": 1, "stream": True}, "logprobs"),
+        (COMPLETIONS, {"prompt": "x", "best_of": 4, "max_tokens": 51}, "best_of"),
+        (
+            CHAT,
+            {"messages": HELLO, "n": 4, "max_completion_tokens": 26, "logprobs": True, "top_logprobs": 1},
+            "logprobs",
+        ),
+        (CHAT, {"messages": HELLO, "max_tokens": 201, "logprobs": True}, "logprobs"),
+        (GENERATE, {"text": "x", "return_logprob": True, "sampling_params": {"max_new_tokens": 201}}, "return_logprob"),
+        (
+            GENERATE,
+            {
+                "text": ["x", "y"],
+                "return_logprob": True,
+                "top_logprobs_num": 1,
+                "sampling_params": {"max_new_tokens": 51},
+            },
+            "return_logprob",
+        ),
+    ],
+)
+async def test_those_of_the_answers_are_bounded_before_anything_is_computed(
+    client: httpx.AsyncClient,
+    backend: FakeBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    param: str,
+) -> None:
+    """The limit is of them all: tokens, alternatives, samples and prompts."""
+    monkeypatch.setattr("server.engine.prompt_logprobs.MAX_ENTRIES", 200)
+    error = error_of(await client.post(path, json=body), 400)
+    assert error["param"] == param
+    assert "at most 200 are given" in error["message"]
+    assert not backend.requests
+
+
+async def test_where_no_length_is_asked_for_the_limit_shortens_the_answers(
+    client: httpx.AsyncClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.engine.prompt_logprobs.MAX_ENTRIES", 200)
+    assert (await complete(client, n=5, logprobs=1)).status_code == 200
+    assert {request.sampling.max_tokens for request in backend.requests} == {20}
+    assert (await complete(client, n=5)).status_code == 200
+    assert backend.requests[-1].sampling.max_tokens == 64
 
 
 @pytest.mark.parametrize("stream", [False, True])

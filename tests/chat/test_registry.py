@@ -48,6 +48,20 @@ def test_the_tokens_of_deepseek_choose_its_format_where_there_is_no_template(tmp
         chat_format(tokenizer, ChatSettings("template"))
 
 
+@pytest.mark.parametrize(
+    ("template", "can_think", "says"),
+    [
+        ("{{ messages }}", False, "format template, no tool parser, no reasoning parser"),
+        ("{{ messages }}</think>", False, "format template, no tool parser, cannot be asked to think"),
+        ("{{ messages }}{{ thinking }}", False, "format template, no tool parser, no reasoning parser"),
+        ("{{ messages }}{{ thinking }}</think>", True, "format template, no tool parser, thinks if asked to"),
+    ],
+)
+def test_what_a_format_says_of_itself(tmp_path: Path, template: str, can_think: bool, says: str) -> None:
+    chat = chat_format(Tokenizer.load(write_tokenizer_dir(tmp_path, chat_template=template)))
+    assert (chat.can_think, str(chat)) == (can_think, says)
+
+
 def test_other_tokens_cannot_spell_its_format(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_tokenizer_dir(tmp_path, chat_template=None))
     assert chat_format(tokenizer).name == "template"  # and every chat is refused

@@ -18,6 +18,7 @@ from server.engine.request import GenerationRequest, TokenOutput
 from server.engine.tokenizer import Tokenizer
 from server.failure import RequestFailed
 from server.model.interface import LoadedModel
+from server.model.numerics import OFFICIAL
 from tests.support.checkpoints import BUNDLED
 from tests.support.models import load
 from tests.support.pair import Pair, Side, a_request, answer, peers_of, running_decode, running_pair, tokens
@@ -73,6 +74,24 @@ async def test_accept_counts_equal_the_local_run_step_by_step(model: LoadedModel
 async def test_accept_counts_over_the_whole_list(model: LoadedModel, tokenizer: Tokenizer, k: int, p_k: int) -> None:
     """Unequal rings too: P sized for no draft, or for another k."""
     await check_steps(model, tokenizer, LENGTHS, replace(P_SIDE, spec_tokens=p_k), k)
+
+
+@pytest.fixture(scope="module")
+def official_model() -> LoadedModel:
+    return load(BUNDLED, draft=True, numerics=OFFICIAL)
+
+
+async def test_official_numerics_drafts_like_the_local_run(official_model: LoadedModel, tokenizer: Tokenizer) -> None:
+    await check_steps(official_model, tokenizer, [18, 129], P_SIDE, 3)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("k", [1, 5])
+async def test_official_numerics_drafts_over_the_whole_list(
+    official_model: LoadedModel, tokenizer: Tokenizer, k: int
+) -> None:
+    await check_steps(official_model, tokenizer, LENGTHS, P_SIDE, k)
 
 
 async def test_draft_window_is_live_rows_exactly(model: LoadedModel, tokenizer: Tokenizer) -> None:

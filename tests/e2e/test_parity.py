@@ -16,7 +16,10 @@ from server.engine.request import GenerationRequest
 from server.engine.tokenizer import Tokenizer
 from server.model.batch import Segment
 from server.model.interface import LoadedModel
+from server.model.numerics import OFFICIAL
 from server.model.state import state_components
+from server.node.options import BUNDLED_MODEL
+from tests.support.models import load
 from tests.support.pair import Pair, Side, a_request, answer, running_decode, running_pair, tokens
 from tests.support.runners import make_runner
 
@@ -62,6 +65,24 @@ async def test_tokens_and_logprobs_equal_the_local_run(model: LoadedModel, token
 @pytest.mark.parametrize("chunk", CHUNKS)
 async def test_whole_grid_equals_the_local_run(model: LoadedModel, tokenizer: Tokenizer, chunk: int) -> None:
     await check_parity(model, tokenizer, LENGTHS, chunk)
+
+
+@pytest.fixture(scope="module")
+def official_model() -> LoadedModel:
+    return load(BUNDLED_MODEL, numerics=OFFICIAL)
+
+
+async def test_official_numerics_equals_the_local_run(official_model: LoadedModel, tokenizer: Tokenizer) -> None:
+    await check_parity(official_model, tokenizer, [4, 65, 129], 64)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("chunk", [7, 256])
+async def test_official_numerics_over_the_whole_list(
+    official_model: LoadedModel, tokenizer: Tokenizer, chunk: int
+) -> None:
+    await check_parity(official_model, tokenizer, LENGTHS, chunk)
 
 
 async def test_sixteen_at_once_equal_one_by_one(model: LoadedModel, tokenizer: Tokenizer) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from server.cache.layout import Placement
@@ -15,8 +16,10 @@ from server.engine import speculation
 from server.engine.engine import Engine
 from server.engine.events import Cancel, ComputeFailed, Event, Finished, Generate, Prefill, PrefillFinished
 from server.engine.grammar import Grammar
+from server.engine.guide import Guide
 from server.engine.request import FinishReason, GenerationRequest, SamplingParams
 from server.engine.tokenizer import Tokenizer
+from server.kernels.sampling import Words
 from server.model.interface import LoadedModel
 from tests.engine.harness import Harness, outputs_of, tokens_of
 from tests.support.checkpoints import write_checkpoint
@@ -171,6 +174,26 @@ def test_what_only_a_wrong_draft_runs_into_fails_nothing(
         "server.engine.engine.propose", lambda runner, starts, kernel: [[40] * s.n_draft for s in starts]
     )
     assert answers(harnesses[3].generate([r]), [r]) == plain
+
+
+def test_a_grammar_that_leaves_nothing_ends_the_draft_and_is_named_where_the_answer_comes_there(
+    harnesses: dict[int, Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two requests with such grammars one goes another way than its draft, the other has no token to begin with."""
+    batch = requests((20,), grammar=OBJECT)
+    plain = answers(harnesses[3].generate(batch), batch)
+    computed = Guide._compute  # noqa: SLF001
+
+    def emptied(guide: Guide) -> Words:
+        words = computed(guide)
+        return np.zeros_like(words) if guide._ahead or guide._matcher.is_accepting() else words  # noqa: SLF001
+
+    monkeypatch.setattr(Guide, "_compute", emptied)
+    assert answers(harnesses[3].generate(batch), batch)[0][0][:10] == plain[0][0][:10]
+    bad = GenerationRequest("bad", (5, 6), SamplingParams(grammar=Grammar("lark", 'start: "ab"?'), max_tokens=9))
+    for k in (0, 3):
+        [failed] = [event for event in harnesses[k].generate([bad]) if isinstance(event, ComputeFailed)]
+        assert failed.failure.code == "no_token_allowed"
 
 
 def test_a_draft_fits_the_grammar(harnesses: dict[int, Harness], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ def test_a_sampler_that_fails_ends_the_requests_of_its_step_and_not_the_engine(
         raise MemoryError("simulated")
 
     with monkeypatch.context() as patch:
-        patch.setattr("server.engine.engine.sample", broken)
+        patch.setattr("server.engine.choosing.sample", broken)
         harness.engine.submit(Generate("bad", request(40, seed=1), Placement(1, (1,))))
         assert harness.until(ComputeFailed, "bad")[-1] == ComputeFailed(
             "bad", Failure("engine_error", "MemoryError: simulated")

@@ -14,7 +14,8 @@ from server.faults.messages import MessageFaults
 from server.faults.spec import MESSAGE_TYPES, PHASES, FaultError, FaultSet, parse_fault, skipped_checks
 from server.prefill.room import PrefillPhase
 from server.transfer.checks import Check
-from server.transfer.protocol import AnyMessage, Ping, Pong, ProtocolError, decode, encode
+from server.transfer.frames import ProtocolError, decode, encode
+from server.transfer.protocol import AnyMessage, Ping, Pong
 from tests.nodes.support import pairs
 
 PING, PONG = Ping("a" * 32, 1), Pong("b" * 32, 1, registered=True)

@@ -13,6 +13,7 @@ from transformers import DeepseekV4ForCausalLM
 from server.model.interface import LoadedModel
 from tests.support.checkpoints import BUNDLED, write_checkpoint
 from tests.support.models import BOTH, load
+from tests.support.quantized_checkpoints import make_quantized, write_plain_twin
 
 
 @contextlib.contextmanager
@@ -70,6 +71,15 @@ def kernels(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def bundled_pair(bundled_oracle: DeepseekV4ForCausalLM, kernels: str) -> Pair:
     return Pair(bundled_oracle, load(BUNDLED, kernels))
+
+
+@pytest.fixture(scope="session")
+def quantized_pair(tmp_path_factory: pytest.TempPathFactory, kernels: str) -> Pair:
+    """A quantized checkpoint here; there the numbers that it stands for, as a plain checkpoint."""
+    path, twin = tmp_path_factory.mktemp("quantized"), tmp_path_factory.mktemp("twin")
+    made = make_quantized(path, seed=4, shards=3, draft=False)
+    write_plain_twin(made, twin)
+    return Pair(DeepseekV4ForCausalLM.from_pretrained(twin, dtype=torch.float32).eval(), load(path, kernels))
 
 
 @pytest.fixture(scope="session")

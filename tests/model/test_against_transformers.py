@@ -98,6 +98,11 @@ def test_logits_of_a_random_checkpoint(random_pairs: Callable[[int], Pair], n: i
     check_logits(pair, length(n, pair.model.config.sliding_window), 7 if n != 513 else 256)
 
 
+@pytest.mark.parametrize("n", QUICK)
+def test_logits_of_a_quantized_checkpoint(quantized_pair: Pair, n: int | str) -> None:
+    check_logits(quantized_pair, length(n, quantized_pair.model.config.sliding_window), 64)
+
+
 def test_forty_greedy_tokens(bundled_pair: Pair, random_pairs: Callable[[int], Pair]) -> None:
     for pair in (bundled_pair, random_pairs(0)):
         check_greedy(pair, 125, 40)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from server.chat.registry import CHAT_FORMATS
 from server.node.build import build_resources
 from server.node.checks import check_families
 from server.node.cli import parse
@@ -113,6 +114,8 @@ def test_the_default_of_max_tokens_is_told_with_its_cost(arguments: list[str], n
     assert settings.facts["default_max_tokens"] == n_tokens
     assert settings.facts["default_max_tokens_pages"] == n_pages
     assert n_tokens < settings.max_context
+    assert settings.facts["chat_format"] in CHAT_FORMATS
+    assert isinstance(settings.facts["can_think"], bool)
 
 
 def test_what_computes_and_why_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

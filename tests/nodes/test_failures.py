@@ -14,7 +14,8 @@ import zmq.asyncio
 from server.engine.events import Died
 from server.failure import RequestFailed
 from server.transfer.engines.loopback import LoopbackEngine, PieceFate, Submission
-from server.transfer.protocol import Committed, encode, seal
+from server.transfer.frames import encode, seal
+from server.transfer.protocol import Committed
 from tests.nodes.support import COMPONENTS, FAST, Pair, answer, assert_works_again, expected, request
 from tests.support.waiting import until
 from tests.transfer.test_protocol import reserve

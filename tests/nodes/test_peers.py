@@ -19,7 +19,8 @@ import zmq.asyncio
 from server.engine.request import RoutedRoom
 from server.failure import Failure, RequestFailed
 from server.transfer.auth import Guard, PeerKeys
-from server.transfer.protocol import Refused, Register, decode, encode
+from server.transfer.frames import decode, encode
+from server.transfer.protocol import Refused, Register
 from server.transfer.sockets import FRAMES_A_TURN
 from tests.nodes.support import FAST, NodeUnderTest, Pair, answer, expected, request
 from tests.support.waiting import until

@@ -17,6 +17,7 @@ from server.transfer.protocol import AnyMessage, Done, Reserve
 from tests.nodes.support import NodeUnderTest, Pair, answer, deaf_to, phase_is, request
 from tests.support.records import faults_of
 from tests.support.waiting import until
+from tests.transfer.support import make_geometry
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "rooms.md"
 WAY = (
@@ -88,7 +89,8 @@ async def test_local_prefill_has_a_record_too(pair: Pair) -> None:
 
 @pytest.mark.parametrize("local", [False, True], ids=["pair", "local"])
 async def test_a_request_for_no_tokens_has_no_first_one(pair: Pair, local: bool) -> None:
-    d = await (pair.decode(local=True) if local else pair.decode(await pair.prefill()))
+    p = None if local else await pair.prefill()
+    d = await (pair.decode(local=True) if p is None else pair.decode(p))
     await answer(d.node, request(20, max_tokens=0, prompt_logprobs=0))
     (record,) = ended(d)
     assert (record.ttft_us, record.tokens.prompt, record.tokens.steps) == (None, 20, 0)
@@ -96,6 +98,11 @@ async def test_a_request_for_no_tokens_has_no_first_one(pair: Pair, local: bool)
     assert d.metric("pd_request_prefill_time_seconds_sum") > 0
     counts = [d.metric(f"pd_{name}_seconds_count") for name in ("time_to_first_token", "request_decode_time")]
     assert counts == [0, 0]
+    if p is not None:
+        await until(lambda: len(p.node.rooms(9).ended) == 1)
+        (half,) = ended(p)
+        assert (half.tokens.generated, half.tokens.steps, half.outcome) == (0, 0, "committed")
+        assert p.metric("pd_generation_tokens_total") == 0
 
 
 async def test_what_comes_behind_the_end_counts_for_nothing(pair: Pair) -> None:
@@ -218,6 +225,28 @@ async def test_both_halves_of_a_routed_room_say_how_long_they_waited(pair: Pair)
     await until(lambda: at_p.ended and len(p.node.rooms(9).ended) == 1)
     (half,) = ended(p)
     assert half.phases[0].name == "pair"
+
+
+async def test_a_routed_room_that_is_refused_at_once_says_how_long_it_waited(pair: Pair) -> None:
+    p = await pair.prefill(geometry=make_geometry(pages=3))
+    d = await pair.decode(p)
+    asked = request(600)
+    routed = type(asked)(
+        asked.request_id, asked.prompt_ids, asked.sampling, RoutedRoom(18, "127.0.0.1", p.node.bootstrap_port)
+    )
+    told: list[RoomRecord] = []
+    p.node.manager.records.on_end.append(lambda recorder: told.append(recorder.read()))
+    at_p = p.node.submit(routed)
+    for generation in (d.node.submit(routed), at_p):
+        with pytest.raises(RequestFailed) as caught:
+            await generation.route()
+        assert caught.value.code == "context_length_exceeded"
+    await until(lambda: len(p.node.rooms(9).ended) == 1)
+    (half,) = ended(p)
+    assert told == [half], "metrics and log have the whole of it"
+    assert [phase.name for phase in half.phases] == ["pair", "prefill_queue"]
+    assert half.failure is not None
+    assert half.failure.code == "context_length_exceeded"
 
 
 async def test_the_state_shows_every_slot_and_page(pair: Pair) -> None:

@@ -14,8 +14,9 @@ from server.engine.request import SamplingParams
 from server.faults.hooks import Sending
 from server.prefill.decode_peer import DecodePeer
 from server.prefill.request import PAGES_PLANNED_AHEAD, Outgoing, read_request
+from server.transfer.frames import decode, encode, pack_tokens
 from server.transfer.plan import CopyPlan
-from server.transfer.protocol import Registration, Reserve, RoomRequest, Sampling, decode, encode, pack_tokens
+from server.transfer.protocol import Registration, Reserve, RoomRequest, Sampling
 from server.transfer.rooms import Heartbeat
 from tests.transfer.support import PAGE_SIZE, make_geometry, make_manifest
 

@@ -19,6 +19,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "tiny": ("benchmark", "evaluation"),
     "walk": ("cluster",),
     "timeline": ("cluster",),
+    "checkpoint_making": (),
 }
 """Which other folders each folder may import."""
 FEW_LINES = 80

@@ -11,17 +11,8 @@ import msgspec
 
 from server.failure import Failure
 from server.transfer.diagnosis import Finding
-from server.transfer.protocol import (
-    AnyMessage,
-    Committed,
-    Ping,
-    Pong,
-    PromptLogprobsPart,
-    Register,
-    Reserve,
-    decode,
-    encode,
-)
+from server.transfer.frames import decode, encode
+from server.transfer.protocol import AnyMessage, Committed, Ping, Pong, PromptLogprobsPart, Register, Reserve
 from server.transfer.rooms import RoomKey
 
 if TYPE_CHECKING:

@@ -23,8 +23,9 @@ from server.engine.events import Event, Output, Scrubbed
 from server.engine.generation import NodeGeneration
 from server.engine.request import TokenOutput
 from server.prefill import registrations
+from server.prefill.events import BatchEnded, EngineIdle, PrefillAction, PrefillEvent, SenderGone
 from server.prefill.registrations import Registrations, Standing
-from server.prefill.room import BatchEnded, EngineIdle, PrefillAction, PrefillEvent, PrefillRoom, SenderGone
+from server.prefill.room import PrefillRoom
 from server.transfer.checks import Check
 from server.transfer.parts import PartsReceived, PartsToSend
 from server.transfer.protocol import (

@@ -56,7 +56,7 @@ class Layers:
         """Empty arenas."""
         layout = ArenaLayout.from_geometry(self.geometry)
         self.arena, self.kernel_arena = (Arena(layout, poison=self.poison) for _ in range(2))
-        self.pools = Pools(self.arena)
+        self.pools = Pools(self.arena, self.config, self.model.dtype)
         self.network, self._memory = bind_weights(self.weights, self.config, self.kernel_arena)
         self.main, self.compress = (RopeBlocks(frequencies) for frequencies in rope_frequencies(self.config))
 

@@ -62,6 +62,8 @@ class Side:
     page_size: int = 256
     permute_seed: int | None = 1
     poison: bool = True
+    kv_dtype: str = "model"
+    index_dtype: str = "auto"
     identity: ModelIdentity = SAME
     components: Callable[[Specs], Specs] = unchanged
     faults: tuple[str, ...] = ()
@@ -74,7 +76,16 @@ class TestNode:
     __test__ = False
 
     def __init__(self, model: LoadedModel, tokenizer: Tokenizer, side: Side) -> None:
-        components = side.components(state_components(model.config, "float32", side.spec_tokens, draft=side.draft))
+        components = side.components(
+            state_components(
+                model.config,
+                "float32",
+                side.spec_tokens,
+                draft=side.draft,
+                kv_dtype=side.kv_dtype,
+                index_dtype=side.index_dtype,
+            )
+        )
         geometry = CacheGeometry(
             side.page_size, side.pages + 1, side.slots + 1, model.config.sliding_window, side.spec_tokens, components
         )

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from server.model.config import ModelConfig, load_config
 from server.model.official_tensors import TensorSpec, official_tensors
 from server.model.quantization import dequantize_fp4, dequantize_fp8, quantize_fp4, quantize_fp8
-from tests.support.checkpoints import SMALL
+from tests.support.checkpoints import SMALL, save_official
 
 FP8 = {
     "quant_method": "fp8",
@@ -58,6 +58,14 @@ def make_quantized(path: Path, *, seed: int = 0, shards: int = 3, draft: bool = 
     return Made(path, config, stored, numbers)
 
 
+def write_plain_twin(made: Made, path: Path) -> None:
+    """The same numbers in fp32, as a checkpoint that nothing says is quantized."""
+    raw = json.loads((made.path / "config.json").read_text(encoding="utf-8"))
+    raw |= {"quantization_config": None, "expert_dtype": None}
+    save_official(path, made.numbers)
+    (path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+
+
 def _random(
     key: str, spec: TensorSpec, config: ModelConfig, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -80,7 +88,7 @@ def _random(
         return codes, scale, dequantize_fp8(codes, scale)
     if spec.dtype == "I8":
         codes, scale = quantize_fp4(wide)
-        return codes, scale, dequantize_fp4(codes, scale)
+        return codes, scale, dequantize_fp4(codes, scale).contiguous()
     plain = wide.to(torch.bfloat16 if spec.dtype == "BF16" else torch.float32)
     return plain, None, plain.float()
 

@@ -16,10 +16,19 @@ from server.model.state import state_components
 
 
 def make_runner(
-    model: LoadedModel, *, spec_tokens: int = 0, poison: bool = True, pages: int = 16, threads: int = 1
+    model: LoadedModel,
+    *,
+    spec_tokens: int = 0,
+    poison: bool = True,
+    pages: int = 16,
+    threads: int = 1,
+    kv_dtype: str = "model",
+    index_dtype: str = "auto",
 ) -> ModelRunner:
     config, dtype = model.config, str(model.dtype).removeprefix("torch.")
-    components = state_components(config, dtype, spec_tokens, draft=model.drafts)
+    components = state_components(
+        config, dtype, spec_tokens, draft=model.drafts, kv_dtype=kv_dtype, index_dtype=index_dtype
+    )
     geometry = CacheGeometry(256, pages, 20, config.sliding_window, spec_tokens, components)
     runner = ModelRunner(model, Arena(ArenaLayout.from_geometry(geometry), poison=poison))
     runner.set_threads(threads)

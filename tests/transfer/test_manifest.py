@@ -44,6 +44,7 @@ REFUSED: dict[str, Any] = {
     "model": "model-b",
     "tokenizer": "tokenizer-b",
     "dtype": "bfloat16",
+    "numerics": "official",
     "kernels": "kernels-b",
     "page_size": 128,
     "window": 8,

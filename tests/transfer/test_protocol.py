@@ -14,9 +14,18 @@ from server.engine.grammar import MAX_GRAMMAR_CHARS
 from server.engine.request import SamplingParams
 from server.failure import FailureKind
 from server.transfer import protocol
+from server.transfer.frames import (
+    HEADER_NBYTES,
+    ProtocolError,
+    VersionMismatch,
+    decode,
+    encode,
+    pack_tokens,
+    seal,
+    unpack_tokens,
+)
 from server.transfer.manifest import PROTOCOL_VERSION
 from server.transfer.protocol import (
-    HEADER_NBYTES,
     MAX_FRAME_NBYTES,
     MAX_ROOM,
     MAX_SMALL_FRAME_NBYTES,
@@ -25,7 +34,6 @@ from server.transfer.protocol import (
     Failed,
     Ping,
     Pong,
-    ProtocolError,
     Quiesced,
     Register,
     Registration,
@@ -36,16 +44,10 @@ from server.transfer.protocol import (
     Sampling,
     Sent,
     Timings,
-    VersionMismatch,
     Waiting,
     WireGrammar,
     Writes,
-    decode,
-    encode,
-    pack_tokens,
     room_ids,
-    seal,
-    unpack_tokens,
 )
 from tests.transfer.support import make_manifest
 

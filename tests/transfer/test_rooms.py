@@ -20,7 +20,7 @@ from server.decode.room import (
 )
 from server.engine.request import TokenLogprob
 from server.failure import Failure, FailureKind
-from server.prefill.room import (
+from server.prefill.events import (
     Admitted,
     Advanced,
     BatchEnded,
@@ -30,16 +30,14 @@ from server.prefill.room import (
     Cleaned,
     Computed,
     EngineIdle,
-    PrefillPhase,
-    PrefillRoom,
     Pushed,
     PushPages,
     PushTail,
     QueueMoved,
     Release,
     SenderGone,
-    failed_message,
 )
+from server.prefill.room import PrefillPhase, PrefillRoom, failed_message
 from server.transfer.plan import Rows
 from server.transfer.protocol import (
     Abort,

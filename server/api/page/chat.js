@@ -19,8 +19,9 @@ export class Chat {
     byId("chat-clear").addEventListener("click", () => this.clear());
   }
 
-  show(model) {
-    this.model = model;
+  show(info) {
+    this.model = info.served_model_name;
+    byId("chat-thinking").hidden = !info.can_think;
     byId("chat").hidden = byId("to-chat").hidden = false;
   }
 
@@ -58,7 +59,7 @@ export class Chat {
       model: this.model, messages, stream: true, stream_options: { include_usage: true },
       max_tokens: Number(byId("chat-tokens").value) || 64, temperature: Number(byId("chat-temperature").value) || 0,
     };
-    if (byId("chat-think").checked) body.thinking = { type: "enabled" };
+    if (byId("chat-think").checked && !byId("chat-thinking").hidden) body.thinking = { type: "enabled" };
     const reply = await request("v1/chat/completions", {
       method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal: this.running.signal,
     });

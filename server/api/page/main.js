@@ -53,7 +53,7 @@ function show(rooms, state) {
   showAcceptLengths(state, info);
   showPeers(state, info);
   showFailures(state, rooms);
-  if (state.node === "decode") chat.show(info.served_model_name);
+  if (state.node === "decode") chat.show(info);
 }
 
 async function showRoom() {

@@ -8,7 +8,7 @@ import zmq
 import zmq.asyncio
 from cluster.relay import To, control_relay
 
-from server.transfer.protocol import decode, encode
+from server.transfer.frames import decode, encode
 from tests.transfer.test_protocol import MESSAGES
 
 

@@ -21,11 +21,17 @@ class Script:
     """What the last chunk tells of the prefill node."""
     status: int = 200
     done: bool = True
+    at_once: bool = False
+    """All pieces in one write."""
     error_event: str | None = None
     stall: threading.Event | None = None
     die_after: int | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
+
+
+def _event(event: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(event)}\n\n".encode()
 
 
 class FakeEndpoint:
@@ -62,24 +68,27 @@ class FakeEndpoint:
                     self.send_header(name, value)
                 self.end_headers()
                 texts = script.reply(body)
+                pieces = b""
                 for text in texts:
                     key = {"delta": {"content": text}} if "messages" in body else {"text": text}
-                    self._event({"choices": [{"index": 0, **key, "finish_reason": None}]})
+                    piece = _event({"choices": [{"index": 0, **key, "finish_reason": None}]})
+                    if script.at_once:
+                        pieces += piece
+                    else:
+                        self.wfile.write(piece)
+                self.wfile.write(pieces)
                 if script.stall is not None:
                     script.stall.wait(10)
                 if script.error_event is not None:
-                    self._event({"error": {"message": script.error_event, "code": "prefill_lost"}})
+                    self.wfile.write(_event({"error": {"message": script.error_event, "code": "prefill_lost"}}))
                     return
-                self._event({"choices": [{"index": 0, "text": "", "delta": {}, "finish_reason": "stop"}]})
+                self.wfile.write(_event({"choices": [{"index": 0, "text": "", "delta": {}, "finish_reason": "stop"}]}))
                 usage = {"prompt_tokens": 9, "completion_tokens": 2 * len(texts)}
                 self.wfile.write(b": waiting\n\n")
-                self._event({"choices": [], "usage": usage, **({} if script.pd is None else {"pd": script.pd})})
+                pd = {} if script.pd is None else {"pd": script.pd}
+                self.wfile.write(_event({"choices": [], "usage": usage, **pd}))
                 if script.done:
                     self.wfile.write(b"data: [DONE]\n\n")
-
-            def _event(self, event: dict[str, Any]) -> None:
-                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-                self.wfile.flush()
 
             def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
                 self.send_response(status)

@@ -144,11 +144,32 @@ def test_report_has_accuracy_by_kind_and_percentiles(data: Path) -> None:
     assert figures["accuracy_by_kind"]["near"] == {"accuracy": pytest.approx(2 / 3), "questions": 3}
     assert figures["served_by"] == {"127.0.0.1:8998": 6}
     assert set(figures["ttft_s"]) == {"p50", "p90", "p99"}
-    assert figures["tpot_s"]["p50"] > 0
-    assert figures["itl_s"]["p99"] > 0
     assert figures["completion_tokens"] == 5 * 4 + 2
     assert [row["index"] for row in figures["rows"]] == list(range(6))
     assert report["failed_gates"] == []
+
+
+def test_intervals_are_not_measured_where_the_pieces_are_read_together(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between them lies only the time to read them: 0.0 ms."""
+    with serving(Script(at_once=True)) as endpoint:
+        figures = report_of(data, endpoint.url)["run"]
+    assert (figures["tpot_s"], figures["itl_s"]) == ({}, {})
+    assert figures["intervals"] == {"answers": 6, "measured": 0}
+    assert set(figures["ttft_s"]) == {"p50", "p90", "p99"}
+    printed = capsys.readouterr().err
+    assert printed.count("not measured") == 6
+    assert "0 of 6 answers" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize(("together", "known"), [((), True), ((3,), True), ((1, 3), False), ((1, 2, 3, 4), False)])
+def test_intervals_are_known_if_most_pieces_come_alone(together: tuple[int, ...], known: bool) -> None:
+    answer = Answer(completion_tokens=9)
+    for i in range(5):
+        answer.add({"choices": [{"text": "x"}]}, 1.0 + i, is_together=i in together)
+    assert answer.intervals_are_known is known
+    assert (answer.tpot_s, answer.itl_s) == ((0.5, (1.0,) * 4) if known else (None, ()))
 
 
 def test_chat_api_reads_deltas(data: Path) -> None:
