@@ -20,6 +20,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "walk": ("cluster",),
     "timeline": ("cluster",),
     "checkpoint_making": (),
+    "large_checkpoint": ("cluster",),
 }
 """Which other folders each folder may import."""
 FEW_LINES = 80
