@@ -1,9 +1,8 @@
-"""Gives freed memory back to the system, which the C library would keep; and how much there is."""
+"""Gives freed memory back to the system, which the C library would keep."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import time
 
@@ -41,8 +40,3 @@ def give_back() -> None:
     """Returns when it is done."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc
         trim(0)
-
-
-def half_of_memory() -> int:
-    """Half of this machine's memory, in bytes: what ``--weights packed`` takes unless told otherwise."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -25,6 +25,8 @@ from tests.support.models import load
 # Under nohup, or in the background of a script, these are ignored, and every process that a test starts inherits that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# As Ctrl-C: the tests end, and with them what they have started.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")

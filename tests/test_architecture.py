@@ -29,7 +29,7 @@ SHARED_BY_THE_ROLES = (
 ARROWS: dict[str, tuple[str, ...]] = {
     "server.model": ("server.model", "server.cache"),
     "server.kernels": ("server.kernels", "server.model", "server.cache"),
-    "server.cache": ("server.cache", "server.failure"),
+    "server.cache": ("server.cache", "server.failure", "server.sizes"),
     "server.engine": ("server.engine", "server.model", "server.kernels.sampling", "server.cache", "server.failure"),
     "server.transfer": ("server.transfer", "server.cache", "server.failure", "server.memory"),
     "server.faults": ("server.faults", "server.transfer", "server.cache"),
@@ -68,6 +68,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 LAUNCHERS = (
     "server.node.build",
     "server.node.checks",
+    "server.node.memory_plan",
     "server.node.run",
     "server.node.serve",
     "server.prefill.launch",

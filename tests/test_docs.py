@@ -12,9 +12,11 @@ from typing import Any
 
 import benchmark.main as bench
 import checkpoint_making.main as make_checkpoint
+import cuda_check.main as cuda_check
 import demo.main as demo
 import fault_cases.main as faults
 import fuzzing.main as fuzz
+import planning.main as plan
 import pytest
 import soaking.main as soak
 import timeline.main as timeline
@@ -53,7 +55,9 @@ PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "fuzz.py": fuzz.main,
     "lifecycle.py": walk.main,
     "explain.py": timeline.main,
+    "check_cuda.py": cuda_check.parse_args,
     "make_checkpoint.py": make_checkpoint.parse_args,
+    "plan.py": plan.parse_args,
 }
 RUN_ELSEWHERE = ("curl", "test", "-m", "kubectl", "(umask", "setup")
 """``curl`` against a real pair; ``scripts/test`` runs this; ``-m`` (of Python) starts the router, which is not ours."""
@@ -202,6 +206,7 @@ def test_named_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
         walk.main,
         timeline.parse_args,
         make_checkpoint.parse_args,
+        plan.parse_args,
     )
     helps = "".join(help_of(command, capsys) for command in commands)
     for script in ("setup", "test"):

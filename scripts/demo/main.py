@@ -37,8 +37,10 @@ DRAIN_S = 3.0
 DEFAULT_SPEC_TOKENS = 3
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 120.0
-EXAMPLE = "Question: Tom has 8 bags with 8 books each. How many books does Tom have?\nAnswer:"
-"""Of the kind that the bundled model was trained for. It answers `` 8 * 8 = 64 #### 64``."""
+EXAMPLE = r"""curl {url}/v1/completions -H 'Content-Type: application/json' \
+  -d '{"prompt": "Question: Tom has 8 bags with 8 books each. How many books does Tom have?\nAnswer:",
+       "max_tokens": 32, "temperature": 0, "stop": ["\n"]}'"""
+"""The README's: of the kind that the bundled model was trained for. It answers `` 8 * 8 = 64 #### 64``."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +148,9 @@ def serve(args: argparse.Namespace, nodes: Cluster) -> None:
     print(f"expected: {problem.answer}\n{proof}\n")
     if args.once:
         return
-    shown = json.dumps({"prompt": EXAMPLE, "max_tokens": 32, "temperature": 0, "stop": list(STOP)})
     print("serving until Ctrl-C; try:")
     print(f"  {decode.url}/ in a browser")
-    print(f"  curl {decode.url}/v1/completions -H 'content-type: application/json' -d '{shown}'")
+    print(EXAMPLE.replace("{url}", decode.url))
     while True:
         nodes.check()
         time.sleep(POLL_S)

@@ -13,8 +13,10 @@ ENTRIES = (
     Entry(
         ("ds-2181",),
         "state sent before the kernel that produces it had finished",
-        "on a CPU there is no such gap; on CUDA the engine synchronizes the device before it tells of a chunk and "
-        "before it takes the digests (not tried: no CUDA device)",
+        "on a CPU there is no such gap; on a GPU an event is recorded behind a chunk's last kernel and waited "
+        "for before the chunk is told of, and again before the last digests are taken (the order is tested, not a real "
+        "GPU)",
+        tests=("tests/engine/test_waiting_for_the_device.py",),
     ),
     Entry(
         ("vl-24910",),

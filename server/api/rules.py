@@ -22,17 +22,18 @@ class Rules:
 async def read_rules(
     reader: PromptReader, body: GenerationFields, grammar: Grammar | None = None, reasoning_rule: str | None = None
 ) -> Rules:
-    """The rules of a request; ``grammar`` is one that follows from other fields of it. What the fields of grammars say
+    """The rules of a request; ``grammar`` is that of calls which it forces. What the fields of grammars say
     holds behind the reasoning, if there is a ``reasoning_rule``, of :func:`.reasoning_rule`.
 
     :raises RequestFailed: 400 ``invalid_grammar`` with what is wrong; 503 or 504 as :meth:`.Lane.run`.
     """
     bad_words = await reader.read_words(body.bad_words or ())
-    fields = body.grammar_fields
-    if grammar is None and fields:
+    field = "tool_choice"
+    if grammar is None and (fields := body.grammar_fields):
+        field = fields[0]
         grammar = await reader.make_grammar(partial(_grammar_of, body, reasoning_rule))
     if grammar is not None:
-        await reader.compile(grammar, fields[0] if fields else None)
+        await reader.compile(grammar, field)
     return Rules(bad_words, grammar)
 
 

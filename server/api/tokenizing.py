@@ -111,7 +111,7 @@ class PromptReader:
         """
         return await self._lanes.grammars.run(0, function)
 
-    async def compile(self, grammar: Grammar, field: str | None) -> None:
+    async def compile(self, grammar: Grammar, field: str) -> None:
         """Makes ``grammar`` ready for its answers. ``field`` is the request's, for errors.
 
         :raises RequestFailed: 400 ``invalid_grammar``; 503 or 504 as :meth:`.Lane.run`.

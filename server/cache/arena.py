@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from server.cache.device import Mark, to_host
 from server.cache.layout import PROBE_NBYTES, ArenaLayout, Placement, Run
 from server.cache.owners import OwnerStamps
 from server.cache.row_formats import QUANTIZED_ROWS
@@ -45,6 +44,7 @@ class Arena:
             self.buffer[PROBE_NBYTES:].fill_(POISON_BYTE)
             self._fill(Placement(slot=0, pages=(0,)), 0)
         self._host: memoryview | None = self.buffer.numpy().data if self.device.type == "cpu" else None
+        Mark(self.device).wait()  # peers may write from now on
 
     @property
     def ptr(self) -> int:
@@ -74,14 +74,13 @@ class Arena:
         return b"".join(self.memory(run) for run in runs)
 
     def memory(self, run: Run) -> memoryview:
-        """The bytes of one run; on a CPU arena without a copy."""
+        """The bytes of one run; on a CPU arena without a copy. On a GPU it waits for what is queued there."""
         if self._host is not None:
             return self._host[run.offset : run.offset + run.nbytes]
-        part: npt.NDArray[np.uint8] = self.buffer[run.offset : run.offset + run.nbytes].cpu().numpy()
-        return part.data
+        return to_host(self.buffer[run.offset : run.offset + run.nbytes]).numpy().data
 
     def write(self, run: Run, data: bytes) -> None:
-        """Overwrites one run (the hand-off row, the probe region)."""
+        """Overwrites one run (the hand-off row, the probe region); it is done when this returns."""
         if len(data) != run.nbytes:
             raise ValueError(f"{len(data)} bytes do not fill a run of {run.nbytes}")
         if self._host is not None:

@@ -74,7 +74,9 @@ _RECORDED_PHASES = {
     DecodePhase.COMMITTED: PhaseName.FIRST_TOKEN,
 }
 CHECKED_AT_ONCE_NBYTES = 1 << 20
-"""A state of up to this size is checked in the event loop, which takes less time than the way to a thread and back."""
+"""A state of up to this size is checked in the event loop, which takes less time than the way to a thread and back. One
+on a GPU is not: to read it is to wait for what is computed there.
+"""
 _VERIFIERS = 4
 """Rooms with a larger state that are checked at the same time."""
 
@@ -269,7 +271,8 @@ class DecodeRoomManager:
 
     def _check(self, req: DecodeRequest, evidence: Evidence, skipped: frozenset[Check]) -> None:
         req.skipped = skipped
-        if evidence.expected.total_nbytes > CHECKED_AT_ONCE_NBYTES:
+        is_near = self._arena.device.type == "cpu"
+        if evidence.expected.total_nbytes > CHECKED_AT_ONCE_NBYTES or not is_near:
             task = asyncio.create_task(self._check_in_thread(req, evidence))
             self._checks.add(task)
             task.add_done_callback(self._checks.discard)

@@ -47,13 +47,14 @@ def _on_device(plan: NodePlan) -> int:
         needed = needed_memory(plan)
     except (CheckpointError, LayoutError):
         return 0
-    return needed.weights + needed.pools
+    return needed.weights.loaded + needed.pools
 
 
 def transfer(plan: NodePlan) -> Iterator[Finding]:
     """Whether Mooncake really moves bytes from one endpoint on this machine to another."""
     if plan.peers is not None:
-        request = {"host": plan.options.transfer_host, "transport": plan.options.transport}
+        options = plan.options
+        request = {"host": options.transfer_host, "transport": options.transport, "device": options.device}
         yield from ask(("transfer",), request)
 
 

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from server.doctor.findings import Finding, error, ok, warning
 from server.doctor.plan import NodePlan
 from server.kernels.build import NoCompiler, Target, find_compiler, isas_of_machine, library_path
-from server.transfer.engines.mooncake import installed_wheel
+from server.node.checks import check_wheel
 
 DISTRIBUTION = "dsv4-pd-server"
 SYSTEM_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
@@ -94,7 +94,9 @@ def open_files(plan: NodePlan) -> Iterator[Finding]:
 
 
 def mooncake(plan: NodePlan) -> Iterator[Finding]:
-    """The installed wheel. Raises :class:`TransportUnavailable` for none, both, or one that is too old."""
+    """The installed wheel. Raises :class:`TransportUnavailable` for none, both, or one that is too old, and
+    :class:`DeviceUnavailable` for one that cannot move memory of the device.
+    """
     if plan.peers is not None:
-        wheel = installed_wheel()
+        wheel = check_wheel(plan.options.device)
         yield ok("mooncake", f"{wheel.name} {wheel.version}")

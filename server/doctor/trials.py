@@ -9,15 +9,17 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from server.doctor.findings import Finding, error, ok, warning
-from server.node.checks import check_model
+from server.node.checks import check_device, check_model
 from server.sizes import size
 
 if TYPE_CHECKING:
+    import torch
+
     from server.chat.registry import ChatSettings
     from server.engine.tokenizer import Tokenizer
 
@@ -34,10 +36,9 @@ def try_torch(request: dict[str, Any]) -> list[Finding]:
     words = f"{torch.__version__}, {request['device']}"
     if request["device"] == "cpu":
         return [ok(subject, words)]
-    if not torch.cuda.is_available():
-        return [error(subject, f"{words}: torch sees no CUDA device; install its CUDA build, or give --device cpu")]
-    free, _ = torch.cuda.mem_get_info()
-    words = f"{words} ({torch.cuda.get_device_name()}), {size(free)} free"
+    check_device(request["device"])
+    free, _ = torch.cuda.mem_get_info(request["device"])
+    words = f"{words} ({torch.cuda.get_device_name(request['device'])}), {size(free)} free"
     if request["device_nbytes"] > free:
         return [error(subject, f"{words}, {size(request['device_nbytes'])} needed: give fewer --pages or --slots")]
     return [ok(subject, words)]
@@ -113,22 +114,20 @@ def _chat(tokenizer: Tokenizer, settings: ChatSettings) -> Finding:
 
 def try_transfer(request: dict[str, Any]) -> list[Finding]:
     """One write from one Mooncake endpoint to another; the digest of what arrived says whether it did."""
-    import numpy as np
     import xxhash
 
     from server.transfer.engines.base import PieceStatus, open_registered
     from server.transfer.engines.mooncake import MooncakeEngine
 
-    source = np.frombuffer(os.urandom(TRANSFER_NBYTES), np.uint8).copy()
-    target = np.zeros(TRANSFER_NBYTES, np.uint8)
+    source, target = _regions(request["device"])
 
     def endpoint() -> MooncakeEngine:
         return MooncakeEngine(request["host"], transport=request["transport"])
 
-    sender = open_registered(endpoint, source.ctypes.data, source.nbytes)
-    receiver = open_registered(endpoint, target.ctypes.data, target.nbytes)
+    sender = open_registered(endpoint, source.ptr, TRANSFER_NBYTES)
+    receiver = open_registered(endpoint, target.ptr, TRANSFER_NBYTES)
     began = time.monotonic()
-    ticket = sender.submit(receiver.session, source.ctypes.data, target.ctypes.data, TRANSFER_NBYTES)
+    ticket = sender.submit(receiver.session, source.ptr, target.ptr, TRANSFER_NBYTES)
     while (status := sender.poll(ticket)) is PieceStatus.RUNNING and time.monotonic() - began < TRANSFER_S:
         time.sleep(1e-4)
     took_ms = 1000 * (time.monotonic() - began)
@@ -139,13 +138,44 @@ def try_transfer(request: dict[str, Any]) -> list[Finding]:
         return [error("transfer", f"a write over {transport} ended as {status}: is {request['host']} this machine's?")]
     sender.close()
     receiver.close()
-    sent, arrived = (xxhash.xxh3_64(memory.data).hexdigest() for memory in (source, target))
+    sent, arrived = (xxhash.xxh3_64(region.read()).hexdigest() for region in (source, target))
     if sent != arrived:
         return [error("transfer", f"digest {arrived} arrived, {sent} was sent over {transport}: do not use this build")]
-    words = f"{TRANSFER_NBYTES >> 20} MiB over {transport} in {took_ms:.1f} ms, digest {arrived} on both sides"
+    what = f"{TRANSFER_NBYTES >> 20} MiB of {request['device']} memory"
+    words = f"{what} over {transport} in {took_ms:.1f} ms, digest {arrived} on both sides"
     if request["transport"] == "auto" and transport.startswith("tcp"):
         words += "; no RDMA card was found"
     return [ok("transfer", words)]
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Memory of the kind that a node would register."""
+
+    ptr: int
+    read: Callable[[], bytes]
+
+
+def _regions(device: str) -> tuple[_Region, _Region]:
+    """Random bytes, and as many zeros. Without a GPU torch is not needed."""
+    data = os.urandom(TRANSFER_NBYTES)
+    if device == "cpu":
+        import numpy as np
+
+        arrays = np.frombuffer(data, np.uint8).copy(), np.zeros(TRANSFER_NBYTES, np.uint8)
+        source, target = (_Region(array.ctypes.data, array.tobytes) for array in arrays)
+    else:
+        import torch
+
+        there = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        tensors = there, torch.zeros_like(there)
+        torch.cuda.synchronize(device)
+        source, target = (_Region(tensor.data_ptr(), _reader(tensor)) for tensor in tensors)
+    return source, target
+
+
+def _reader(tensor: torch.Tensor) -> Callable[[], bytes]:
+    return lambda: bytes(tensor.cpu().numpy())
 
 
 TRIALS: dict[str, Callable[[dict[str, Any]], list[Finding]]] = {

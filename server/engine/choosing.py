@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from server.cache.device import select_rows
 from server.engine.request import TokenLogprob
 from server.engine.sampler import NonFiniteLogits, RowSampling, sample
 from server.engine.scheduler import Sequence
@@ -46,11 +47,11 @@ def choose(
         first += 1 + len(draft)
     try:
         try:
-            choices = sample(logits if len(kept) == first else logits[kept], rows, kernel)
+            choices = sample(logits if len(kept) == first else select_rows(logits, kept), rows, kernel)
         except NonFiniteLogits as error:
             usable = _without_bad_rows(sequences, owners, chosen, error, on_failed)
             owners = [owners[r] for r in usable]
-            choices = sample(logits[[kept[r] for r in usable]], [rows[r] for r in usable], kernel)
+            choices = sample(select_rows(logits, [kept[r] for r in usable]), [rows[r] for r in usable], kernel)
         for i, choice in zip(owners, choices, strict=True):
             chosen[i].append(choice)
     except Exception as error:  # noqa: BLE001  (on_failed logs it)

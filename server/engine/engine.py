@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
+from server.cache.device import Mark, select_rows
 from server.cache.live import LIVE_RULES
 from server.cache.owners import WrongOwner
 from server.engine.choosing import choose
@@ -214,8 +215,8 @@ class Engine(threading.Thread):
     # --- prefill ------------------------------------------------------------------------------------------------------
 
     def _prefill(self, chunks: list[Chunk]) -> None:
-        for batch, (started, output) in self._batches(chunks, self._prompt_forward):
-            self._runner.synchronize()
+        for batch, (started, output, computed) in self._batches(chunks, self._prompt_forward):
+            computed.wait()
             elapsed = time.perf_counter() - started
             ends = list(accumulate(chunk.n_tokens for chunk in batch))
             done = []
@@ -232,23 +233,28 @@ class Engine(threading.Thread):
                     with self._failing(sequence):
                         sequence.digests.take_pages(sequence.n_computed)
             complete = [batch[i].sequence for i in done]
-            chosen = choose(complete, [[]] * len(done), output.logits[done], self._fail, self._sample_kernel)
+            chosen = choose(
+                complete, [[]] * len(done), select_rows(output.logits, done), self._fail, self._sample_kernel
+            )
             for i, sequence, choices in zip(done, complete, chosen, strict=True):
                 if choices is not None:
                     with self._failing(sequence):
                         self._end_prompt(sequence, choices, output.streams[ends[i] - 1])
 
-    def _prompt_forward(self, chunks: list[Chunk]) -> tuple[float, ForwardOutput]:
-        """When it began, and the target over the chunks, then the draft's window rows that will be read: position t
-        with the prompt's token t + 1.
+    def _prompt_forward(self, chunks: list[Chunk]) -> tuple[float, ForwardOutput, Mark]:
+        """When it began, the target's output over the chunks, and the mark behind all that was computed: also the
+        draft's window rows that will be read, of position t with the prompt's token t + 1.
         """
         started = time.perf_counter()
         output = self._runner.forward(
             [chunk.sequence.segment(chunk.n_tokens) for chunk in chunks],
             with_hidden=any(chunk.sequence.n_top is not None for chunk in chunks),
         )
-        if not self._runner.drafts:
-            return started, output
+        if self._runner.drafts:
+            self._draft_rows(chunks, output)
+        return started, output, self._runner.mark()
+
+    def _draft_rows(self, chunks: list[Chunk], output: ForwardOutput) -> None:
         segments, streams, row = [], [], 0
         for chunk in chunks:
             sequence = chunk.sequence
@@ -266,7 +272,6 @@ class Engine(threading.Thread):
                 self._runner.draft_rows(segments, torch.cat(streams))
             except BadStep as error:  # as any other: the target's rows are written
                 raise RuntimeError(f"the draft's rows: {error}") from error
-        return started, output
 
     def _score(self, chunk: Chunk, output: ForwardOutput, end: int) -> bool:
         """Reports what the rows of a chunk, which end at row ``end`` of the step, think of the prompt's tokens behind

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from server.cache.arena import Arena
+from server.cache.device import Mark, to_device
 from server.cache.digest import StateDigests
 from server.cache.handoff import Handoff, prompt_hash, read_handoff, write_handoff
 from server.cache.layout import Placement
@@ -58,10 +59,9 @@ class ModelRunner:
         """The digests of a prompt of ``n`` tokens, none of which is taken yet."""
         return StateDigests(self.arena, n, placement)
 
-    def synchronize(self) -> None:
-        """Waits until everything computed so far is in memory: nothing may be sent before that."""
-        if self.arena.device.type == "cuda":
-            torch.cuda.synchronize(self.arena.device)
+    def mark(self) -> Mark:
+        """A point behind everything that was computed so far: nothing of it may be sent before that is done."""
+        return Mark(self.arena.device)
 
     def hand_over(
         self,
@@ -81,7 +81,7 @@ class ModelRunner:
         n = len(prompt_ids)
         row = Handoff(room, epoch, n, prompt_hash(prompt_ids), first.token_id, first.logprob, first.top, streams)
         write_handoff(self.arena, placement, row)
-        self.synchronize()
+        self.mark().wait()
         return digests.finish()
 
     def check_owner(self, owner: Owner, n: int, placement: Placement) -> None:
@@ -91,7 +91,9 @@ class ModelRunner:
     def handed_streams(self, placement: Placement) -> torch.Tensor:
         """The streams ``[N, D]`` of the last prompt position, out of the hand-off row."""
         row = read_handoff(self.arena, placement, self.model.config.hc_mult)
-        return row.streams.to(self.arena.device)
+        return to_device(row.streams, self.arena.device)
 
     def scrub(self, placement: Placement) -> None:
+        """Makes a placement fit to be another's: nothing that was computed so far, or failed, writes to it any more."""
         self.arena.scrub(placement)
+        self.mark().wait()

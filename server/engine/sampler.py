@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from server.cache.device import to_host
 from server.engine.edits import Reals, Table, apply, bans
 from server.engine.request import SamplingParams, TokenLogprob
 from server.kernels.sampling import ROW, SampleKernel, Words
@@ -82,6 +83,11 @@ class RowSampling:
         return self.params.temperature < GREEDY_BELOW
 
     @property
+    def needs_logits(self) -> bool:
+        """Whether more is asked of this row than its best token."""
+        return not self.is_greedy or self.is_edited or self.params.logprobs is not None
+
+    @property
     def is_edited(self) -> bool:
         return bool(self.banned) or self.edits is not None or self.own is not None or self.mask is not None
 
@@ -105,7 +111,27 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampling], kernel: SampleKern
         raise ValueError(f"{logits.shape[0]} rows of logits but {len(rows)} rows of sampling parameters.")
     if not rows:
         return []
+    if not logits.is_cpu:
+        if not any(row.needs_logits for row in rows):
+            return _sample_best(logits)
+        logits = to_host(logits.float())
     return _sample_in_kernel(logits, rows, kernel) if kernel else _sample_in_python(logits.detach(), rows)
+
+
+def read_best(logits: torch.Tensor) -> list[int]:
+    """The best token of every row of ``logits`` [R, V], the first among equals; -1 where it is not finite. What is
+    read back from a GPU is one number a row.
+    """
+    best, ids = logits.max(dim=-1)
+    token_ids: list[int] = to_host(ids.masked_fill(~best.isfinite(), -1)).tolist()
+    return token_ids
+
+
+def _sample_best(logits: torch.Tensor) -> list[TokenLogprob]:
+    token_ids = read_best(logits)
+    if bad := tuple(i for i, token_id in enumerate(token_ids) if token_id < 0):
+        raise NonFiniteLogits(bad)
+    return [TokenLogprob(token_id, 0.0) for token_id in token_ids]
 
 
 def uniform(seed: int, position: int, purpose: str = CHOOSE) -> float:

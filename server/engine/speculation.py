@@ -7,18 +7,18 @@ target's: this is rejection sampling against a draft that proposes one token wit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
+from server.cache.device import select_rows
 from server.cache.layout import Placement
 from server.engine.guide import Guide
 from server.engine.request import SamplingParams, TokenLogprob
 from server.engine.runner import ModelRunner
-from server.engine.sampler import NonFiniteLogits, RowSampling, sample
+from server.engine.sampler import NonFiniteLogits, RowSampling, read_best, sample
 from server.kernels.sampling import SampleKernel
 from server.model.batch import Segment
 
@@ -75,11 +75,11 @@ def propose(runner: ModelRunner, starts: Sequence[ChainStart], kernel: SampleKer
             start.guide.forget()
     while active:
         output = runner.draft(segments, streams)
-        best, ids = output.logits.max(dim=-1)
-        if bad := [i for i, logit in zip(active, best.tolist(), strict=True) if not math.isfinite(logit)]:
+        best_ids = read_best(output.logits)
+        if bad := [i for i, token in zip(active, best_ids, strict=True) if token < 0]:
             raise NonFiniteLogits(tuple(bad))
         going = []
-        for j, (i, token) in enumerate(zip(active, ids.tolist(), strict=True)):
+        for j, (i, token) in enumerate(zip(active, best_ids, strict=True)):
             may_go_on, guide = True, starts[i].guide
             if guide is not None:
                 chosen = choose_guided(output.logits[j : j + 1], guide, kernel)
@@ -93,7 +93,7 @@ def propose(runner: ModelRunner, starts: Sequence[ChainStart], kernel: SampleKer
         streams = output.streams
         if len(going) < streams.shape[0]:  # else each row is the last of its segment
             ends = list(accumulate(len(s.token_ids) for s in segments))
-            streams = streams[[ends[j] - 1 for j in going]]
+            streams = select_rows(streams, [ends[j] - 1 for j in going])
         segments = [
             Segment([drafts[active[j]][-1]], segments[j].start + len(segments[j].token_ids), segments[j].placement,
                     segments[j].valid_from)

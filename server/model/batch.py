@@ -1,6 +1,7 @@
 """One forward's batch: rows of several requests, and where each layer kind finds what those rows read and write.
 
-Everything here is index arithmetic, done once per forward on the CPU; the layers only gather, compute and scatter.
+Everything here is index arithmetic, done once per forward on the CPU; the layers only gather, compute and scatter. A
+GPU gets all of it in one copy.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from server.cache.device import moved
 from server.cache.layout import ArenaLayout, Placement
 from server.model.config import CSA, HCA
 
@@ -163,7 +165,7 @@ class _Builder:
         wanted = self.positions[: self.n_rows, None] + reach
         segment = self.segment[: self.n_rows]
         names = self.layout.names
-        return Batch(
+        batch = Batch(
             n_rows=self.n_rows,
             token_ids=self._tensor(self.token_ids),
             positions=self._tensor(self.positions),
@@ -174,6 +176,7 @@ class _Builder:
             hca=self._compressed(HCA, "c128_kv", "c128_state") if compressed and "c128_kv" in names else None,
             last_rows=self._tensor((self.row_start + self.length - 1)[: self.n_real]),
         )
+        return moved(batch, self.device)
 
     def _compressed(self, ratio: int, entries: str, state: str) -> CompressedView:
         visible = (self.positions[: self.n_rows] + 1) // ratio
@@ -247,4 +250,4 @@ class _Builder:
         return RingWrite(self._tensor(slot_rows), None if len(kept) == self.n_rows else self._tensor(kept))
 
     def _tensor(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return torch.from_numpy(np.ascontiguousarray(array))

@@ -59,23 +59,23 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     """Reads the headers of ``model_dir``. Raises :class:`CheckpointError` that names what is missing, extra, or of the
     wrong shape or dtype, with its file.
 
-    Tensors of a draft that this server does not run are left alone.
+    A draft that is not run (DSpark) must be whole all the same. Only ``mtp.*`` tensors that nothing describes are left
+    alone.
     """
     config, headers = load_config(model_dir), {header.key: header for header in tensor_headers(model_dir)}
     if renamed := sorted(key for key in headers if key.startswith(("model.", "lm_head."))):
         raise saved_by_transformers(str(model_dir), f"it has a tensor {renamed[0]}")
     config = _with_experts(config, headers)
     draft = draft_of(headers)
-    with_draft = draft is Draft.NEXTN
-    own = {key: header for key, header in headers.items() if with_draft or not key.startswith("mtp.")}
-    table = official_tensors(config, draft=with_draft)
-    _check_names(model_dir, table, own)
+    table = _table(config, draft)
+    described = any(key.startswith("mtp.") for key in table)
+    _check_names(model_dir, table, {key: h for key, h in headers.items() if described or not key.startswith("mtp.")})
     for key, spec in table.items():
-        _check_tensor(own[key], spec)
+        _check_tensor(headers[key], spec)
     tensors = {
-        key: StoredTensor(own[key], own.get(_scale_of(key)) if spec.dtype in _QUANTIZED else None)
+        key: StoredTensor(headers[key], headers[_scale_of(key)] if spec.dtype in _QUANTIZED else None)
         for key, spec in table.items()
-        if spec.dtype != "F8_E8M0"
+        if spec.dtype != "F8_E8M0" and (draft is Draft.NEXTN or not key.startswith("mtp."))
     }
     return Checkpoint(model_dir, config, draft, tensors, tensor_files(model_dir))
 
@@ -112,6 +112,13 @@ def _with_experts(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> M
     first = headers.get("layers.0.ffn.experts.0.w1.weight")
     experts: Quantized = _QUANTIZED.get(first.dtype, "") if first is not None else config.quantization.experts
     return replace(config, quantization=replace(config.quantization, experts=experts, experts_stated=True))
+
+
+def _table(config: ModelConfig, draft: Draft) -> dict[str, TensorSpec]:
+    """What must be there, with a draft that is of the kind which its tensors show."""
+    if draft is Draft.DSPARK:
+        return official_tensors(config, draft=config.dspark is not None)
+    return official_tensors(replace(config, dspark=None), draft=draft is Draft.NEXTN)
 
 
 def _scale_of(key: str) -> str:

@@ -102,7 +102,7 @@ class HyperConnection(nn.Module):
         n = self.n_streams
         wide = streams.float()
         if self._scales is None:  # one scale for each of pre, post and comb, spread over their channels
-            self._scales = self.scale.repeat_interleave(torch.tensor([n, n, n * n], device=self.scale.device))
+            self._scales = torch.cat([self.scale[i].expand(width) for i, width in enumerate((n, n, n * n))])
             self._eps = torch.tensor(self.hc_eps)  # adding a tensor costs half of adding a Python number
         mix = matmul_rows(unit_rms(wide.flatten(1), self.norm_eps), self.fn, self.row_tile)
         mix = torch.addcmul(self.base, mix, self._scales)

@@ -73,7 +73,8 @@ class MoE(NumericsLayer):
     """Routed experts plus the shared one, keys ``ffn.*``.
 
     Where the router picks at least half of the experts anyway, all of them compute every row, as one wide expert: a
-    few large operations instead of many small ones. Otherwise each expert computes its own rows.
+    few large operations instead of many small ones. Otherwise each expert computes its own rows; on a GPU all do so in
+    one grouped product, since to call them one by one the host would have to read back how many rows each has.
     """
 
     def __init__(self, config: ModelConfig, layer_id: int, row_tile: int, dtype: torch.dtype) -> None:
@@ -84,6 +85,7 @@ class MoE(NumericsLayer):
         self.row_tile, self.limit = row_tile, config.swiglu_limit
         self.all_compute = config.n_routed_experts <= 2 * config.num_experts_per_tok
         self._wide: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._stack: tuple[torch.Tensor, torch.Tensor, str] | None = None
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor, n_rows: int) -> torch.Tensor:
         """``[rows, D] -> [rows, D]``. Only the first ``n_rows`` rows need experts, the others are padding.
@@ -93,6 +95,8 @@ class MoE(NumericsLayer):
         ids, weights = self.gate(x, token_ids)
         if self.all_compute and self.numerics.wide_experts:
             return self._all_experts(x, ids, weights).to(x.dtype)
+        if x.device.type != "cpu":
+            return self.grouped_experts(x, ids, weights, n_rows).to(x.dtype)
         return self._chosen_experts(x, ids, weights, n_rows).to(x.dtype)
 
     def _chosen_experts(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, n_rows: int) -> torch.Tensor:
@@ -112,6 +116,46 @@ class MoE(NumericsLayer):
             y = expert(x[rows], weights.flatten()[picks].unsqueeze(-1))
             out.index_add_(0, rows[:count], y[:count])
         return out
+
+    def grouped_experts(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, n_rows: int) -> torch.Tensor:
+        """What :meth:`_chosen_experts` computes, without knowing on the host which expert has how many rows.
+
+        ``grouped_mm`` reads that on the device for bfloat16 on GPUs of compute capability 9.0 and 10.0. For other
+        dtypes and GPUs torch's own fallback reads it back: right, but the host waits (torch 2.13, ``GroupedBlas.cpp``).
+        """
+        gate_up, down, stored_as = self._stacked()
+        top_k = ids.shape[1]
+        ids, ascending = ids[:n_rows].sort(dim=-1)
+        experts, order = ids.flatten().sort(stable=True)
+        every = torch.arange(len(self.experts), device=x.device)
+        ends = torch.searchsorted(experts, every, right=True, out_int32=True)
+        given = self.numerics.linear_input(x, stored_as)[order // top_k]
+        both = nn.functional.grouped_mm(given, gate_up.transpose(1, 2), offs=ends).float()
+        gate, up = both.chunk(2, dim=-1)
+        act = clamped_swiglu(gate, up, self.limit)
+        act.mul_(weights[:n_rows].gather(1, ascending).flatten()[order].unsqueeze(-1))
+        given = self.numerics.linear_input(act.to(x.dtype), stored_as)
+        y = nn.functional.grouped_mm(given, down.transpose(1, 2), offs=ends).float()
+        picks = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, (n_rows, top_k))
+        out: torch.Tensor = self.shared_experts(x)
+        for i in range(top_k):
+            out[:n_rows].add_(picks[:, i])
+        return out
+
+    def _stacked(self) -> tuple[torch.Tensor, torch.Tensor, str]:
+        """``w1`` over ``w3`` of every expert, ``[E, 2 I, D]``, every ``w2``, ``[E, D, I]``, and how the checkpoint
+        stores them all. Made once: the experts' own weights become views of these, so that memory holds them once.
+        """
+        if self._stack is None:
+            every = [expert for expert in self.experts if isinstance(expert, Expert)]
+            gate_up = torch.stack([torch.cat([expert.w1.weight, expert.w3.weight]) for expert in every])
+            for expert, (w1, w3) in zip(every, gate_up.unflatten(1, (2, -1)), strict=True):
+                expert.w1.weight, expert.w3.weight = _frozen(w1), _frozen(w3)
+            down = torch.stack([expert.w2.weight for expert in every])
+            for expert, w2 in zip(every, down, strict=True):
+                expert.w2.weight = _frozen(w2)
+            self._stack = gate_up, down, every[0].w1.quantized
+        return self._stack
 
     def _all_experts(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Every expert over every row; those a row did not choose have weight 0, the shared one comes last with weight
@@ -141,3 +185,7 @@ class MoE(NumericsLayer):
                 return wide
             self._wide = wide
         return self._wide
+
+
+def _frozen(weight: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)

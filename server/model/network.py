@@ -155,7 +155,8 @@ class PythonModel:
         self._model.draft_rows(self._draft_batch(segments), streams, self._pools)
 
     def set_threads(self, n: int) -> None:
-        torch.set_num_threads(n)
+        # threads make the model cut operations into parts, which on a GPU are no faster, but many
+        torch.set_num_threads(n if self._arena.device.type == "cpu" else 1)
 
     def _draft_batch(self, segments: Sequence[Segment]) -> Batch:
         return build_draft_batch(segments, self._arena.layout, self._model.row_tile, self._arena.device)

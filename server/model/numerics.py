@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from server.cache.row_formats import index_block, kv_block
 from server.model.batch_invariant import bmm, unit_rms
 from server.model.config import CSA, CheckpointError, ModelConfig
 from server.model.quantization import (
@@ -18,8 +19,6 @@ from server.model.quantization import (
     fp4_simulated,
     fp8_simulated,
     hadamard,
-    index_block,
-    kv_block,
 )
 
 

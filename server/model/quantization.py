@@ -11,12 +11,10 @@ holds a NaN or an infinity is NaN throughout. Source: the reference's quantizati
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
-
-from server.cache.row_formats import index_block as index_block  # noqa: PLC0414
-from server.cache.row_formats import kv_block as kv_block  # noqa: PLC0414
 
 WEIGHT_BLOCK = 128
 """Rows and columns of a weight that share a scale in fp8."""
@@ -104,8 +102,13 @@ def fp4_codes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def fp4_values(packed: torch.Tensor, exponents: torch.Tensor, block: int) -> torch.Tensor:
     """What :func:`fp4_codes` stored, in fp32 ``[..., width]``."""
-    values = _BYTE_PAIRS.to(packed.device)[packed.view(torch.uint8).int()].flatten(-2)
+    values = _byte_pairs(packed.device)[packed.view(torch.uint8).int()].flatten(-2)
     return (_blocks(values, block) * e8m0_values(exponents).unsqueeze(-1)).flatten(-2)[..., : values.shape[-1]]
+
+
+@functools.cache
+def _byte_pairs(device: torch.device) -> torch.Tensor:
+    return _BYTE_PAIRS.to(device)
 
 
 def fp8_simulated(x: torch.Tensor, block: int) -> torch.Tensor:

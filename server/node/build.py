@@ -19,7 +19,7 @@ from server.cache.allocator import Allocator
 from server.cache.arena import TORCH_DTYPES, Arena
 from server.cache.layout import ArenaLayout
 from server.cache.row_formats import chosen_index_dtype
-from server.cache.specs import CacheGeometry, LayoutError
+from server.cache.specs import LayoutError
 from server.chat.formats import ChatFormat
 from server.chat.registry import ChatFormatMissing, ChatSettings, chat_format
 from server.engine.engine import Engine
@@ -30,18 +30,20 @@ from server.faults.injection import hooks_of
 from server.faults.spec import FaultSet
 from server.kernels.choice import Kernels, choose_kernels
 from server.kernels.sampling import SampleKernel
-from server.memory import give_back, half_of_memory
-from server.model.config import CheckpointError
+from server.memory import give_back
+from server.model.config import CheckpointError, load_config
 from server.model.fingerprint import default_cache_dir
 from server.model.interface import LoadedModel
 from server.model.loader import load_checkpoint
 from server.model.numerics import NUMERICS
 from server.model.packed import map_checkpoint
-from server.model.state import state_components
-from server.node.checks import transport_factory
+from server.node.checks import check_device, transport_factory
 from server.node.context import NodeContext, NodeSettings
+from server.node.free_memory import FreeMemory, free_memory
+from server.node.memory_plan import MemoryPlan, plan_memory
 from server.node.options import NodeOptions
 from server.node.progress import reading_progress
+from server.sizes import size
 from server.telemetry.traces import TraceExporter
 from server.telemetry.weights import watch_weights
 from server.transfer.auth import Guard
@@ -91,8 +93,7 @@ def build_resources(
     """
     disable_created_metrics()  # a second line for every counter, which nobody reads
     faults, deadlines = FaultSet.parse(options.faults, role), parse_deadlines(options.deadlines)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise CheckpointError("--device cuda: torch sees no CUDA device")
+    check_device(options.device)
     kernels = choose_kernels(
         options.kernels,
         options.device,
@@ -103,34 +104,14 @@ def build_resources(
     log.info("%s kernels (%s)", kernels.identity, kernels.reason)
     tokenizer = _load_tokenizer(options.model, options.default_max_tokens)
     chat = _chat_format(tokenizer, options)
-    loaded = _load_model(options, kernels, draft=draft)
+    free = _free_memory(options.device)
+    plan = plan_memory(load_config(options.model), options, free, draft=draft, spec_tokens=spec_tokens)
+    for line in plan.lines():
+        log.info("memory: %s", line)
+    loaded = _load_model(options, kernels, plan, draft=draft)
     model = loaded.model
-    geometry = CacheGeometry(
-        page_size=options.page_size,
-        pages=options.pages + 1,  # item 0 is never handed out
-        slots=options.slots + 1,
-        window=model.config.sliding_window,
-        spec_tokens=spec_tokens,
-        components=state_components(
-            model.config,
-            options.dtype,
-            spec_tokens,
-            draft=draft,
-            kv_dtype=options.kv_dtype,
-            index_dtype=options.index_dtype,
-        ),
-    )
-    arena = _make_arena(geometry, options)
-    allocator = Allocator(geometry, permute_seed=options.permute_ids)
-    # a request also needs room for the tokens drafted behind its last one
-    max_context = min(model.config.max_position_embeddings, allocator.capacity_tokens - spec_tokens)
-    log.info(
-        "%s: %d state components in an arena of %.1f MiB, context %d tokens",
-        options.served_model_name,
-        len(geometry.components),
-        arena.nbytes / 2**20,
-        max_context,
-    )
+    arena = _make_arena(plan, options)
+    allocator = Allocator(plan.geometry, permute_seed=options.permute_ids)
     runner, commands = ModelRunner(model, arena), queue.SimpleQueue[Command]()
     metrics = NodeMetrics(CollectorRegistry())
 
@@ -160,10 +141,10 @@ def build_resources(
         hooks=hooks_of(faults, arena),
         traces=TraceExporter(options.otlp, role, _instance(options), metrics.registry) if options.otlp else None,
     )
-    n_default = min(tokenizer.sampling_defaults.max_tokens, max_context - 1)
+    n_default = min(tokenizer.sampling_defaults.max_tokens, plan.context - 1)
     settings = NodeSettings(
         model_name=options.served_model_name,
-        max_context=max_context,
+        max_context=plan.context,
         spec_tokens=spec_tokens,
         max_queue=options.max_queue,
         keep_rooms=options.keep_rooms,
@@ -202,13 +183,13 @@ class _Loaded:
     draft_of_checkpoint: str
 
 
-def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> _Loaded:
+def _load_model(options: NodeOptions, kernels: Kernels, plan: MemoryPlan, *, draft: bool) -> _Loaded:
     dtype, deterministic = TORCH_DTYPES[options.dtype], options.deterministic
     with reading_progress("weights") as on_progress:
         if options.weights == "packed":
             checkpoint = map_checkpoint(
                 options.model,
-                options.weights_memory or half_of_memory(),
+                plan.weights_budget,
                 dtype=dtype,
                 deterministic=deterministic,
                 draft=draft,
@@ -252,12 +233,24 @@ def _chat_format(tokenizer: Tokenizer, options: NodeOptions) -> ChatFormat:
     return chat
 
 
-def _make_arena(geometry: CacheGeometry, options: NodeOptions) -> Arena:
-    layout = ArenaLayout.from_geometry(geometry)
+def _free_memory(device: str) -> FreeMemory | None:
+    """Of the device that weights and pools are for."""
+    if device != "cpu":
+        free, _ = torch.cuda.mem_get_info(device)
+        return FreeMemory(free, "of the GPU")
+    try:
+        return free_memory()
+    except OSError as error:
+        log.warning("memory: this system does not say how much is free (%s)", error)
+        return None
+
+
+def _make_arena(plan: MemoryPlan, options: NodeOptions) -> Arena:
+    layout = ArenaLayout.from_geometry(plan.geometry)
     try:
         return Arena(layout, options.device, poison=options.poison)
     except (MemoryError, RuntimeError) as error:
         raise LayoutError(
-            f"{options.pages} pages and {options.slots} slots need {layout.nbytes / 2**30:.1f} GiB: give fewer "
-            f"--pages or --slots ({error})"
+            f"{plan.pages} pages and {plan.slots} slots need {size(layout.nbytes)}: give fewer --pages or --slots "
+            f"({error})"
         ) from error

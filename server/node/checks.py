@@ -16,11 +16,21 @@ from server.transfer.addresses import is_ipv6, split_address
 from server.transfer.auth import AuthError, Guard, read_secret
 from server.transfer.engines.base import TransferEngine, TransportMisconfigured
 from server.transfer.engines.exposure import warn_of_data_plane
-from server.transfer.engines.mooncake import MooncakeEngine
+from server.transfer.engines.mooncake import (
+    WHEEL_WITH_CUDA,
+    WHEEL_WITHOUT_CUDA,
+    MooncakeEngine,
+    Wheel,
+    installed_wheel,
+)
 from server.transfer.manifest import TransportIdentity
 
 MIN_API_KEY_CHARS = 8
 _WILDCARDS = ("0.0.0.0", "::", "")
+
+
+class DeviceUnavailable(Exception):
+    """``--device`` names what this machine, this build of torch, or this build of Mooncake does not have."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +58,10 @@ def check_options(options: NodeOptions, peers: Sequence[str] | None) -> Keys:
 def check_model_and_transport(options: NodeOptions, *, with_peers: bool) -> TransportIdentity | None:
     """Before anything is loaded: the directory, and what the transport says of itself where there are peers.
 
-    Raises :class:`CheckpointError` or :class:`TransferError`.
+    Raises :class:`CheckpointError`, :class:`DeviceUnavailable` or :class:`TransferError`.
     """
     if with_peers:
+        check_wheel(options.device)
         warn_of_data_plane()
     check_model(options.model)
     return TransportIdentity.of_new(transport_factory(options)) if with_peers else None
@@ -110,6 +121,39 @@ def check_model(model: Path) -> None:
         )
     if not model.is_dir():
         raise CheckpointError(f"--model {model} is a file: give the directory of a checkpoint")
+
+
+def check_device(device: str) -> None:
+    """Refuses a device that torch does not have. Raises :class:`DeviceUnavailable`. Imports torch if it is a GPU."""
+    if device == "cpu":
+        return
+    import torch
+
+    if torch.version.cuda is None:
+        raise DeviceUnavailable(
+            f"--device {device}: this torch ({torch.__version__}) is built without CUDA: install its CUDA build, or "
+            "give --device cpu"
+        )
+    if not torch.cuda.is_available():
+        raise DeviceUnavailable(
+            f"--device {device}: torch sees no GPU: is the driver there (nvidia-smi), and CUDA_VISIBLE_DEVICES right?"
+        )
+    n_devices = torch.cuda.device_count()
+    if (torch.device(device).index or 0) >= n_devices:
+        raise DeviceUnavailable(f"--device {device}: there is no such GPU, torch sees cuda:0 to cuda:{n_devices - 1}")
+
+
+def check_wheel(device: str) -> Wheel:
+    """The installed build of Mooncake, if it can move memory of ``device``: the one without CUDA takes addresses of a
+    GPU for the host's. Raises :class:`DeviceUnavailable` or :class:`TransportUnavailable`.
+    """
+    wheel = installed_wheel()
+    if device != "cpu" and wheel.name == WHEEL_WITHOUT_CUDA:
+        raise DeviceUnavailable(
+            f"--device {device}: {wheel.name} moves the host's memory alone: install {WHEEL_WITH_CUDA} in its place "
+            "(SETUP_EXTRAS=cuda,dev scripts/setup)"
+        )
+    return wheel
 
 
 def transport_factory(options: NodeOptions) -> Callable[[], TransferEngine]:

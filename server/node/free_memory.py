@@ -1,10 +1,14 @@
-"""How much memory is free for this process: on the machine, and in its control groups."""
+"""How much memory is free for this process, on the machine and in its control groups; and ``--memory``, part of it."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from server.cache.specs import LayoutError
+from server.sizes import nbytes_of
 
 
 @dataclass(frozen=True)
@@ -56,3 +60,37 @@ def _of_group(folder: Path, limit_name: str, usage_name: str, cache_name: str) -
     except OSError:
         return None
     return int(limit) - used + int(counts.get(cache_name, 0))
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """What ``--memory`` says, as ``text``: ``nbytes``, or a ``fraction`` of what is free."""
+
+    text: str
+    nbytes: int = 0
+    fraction: float | None = None
+
+    def of(self, free: FreeMemory | None) -> int:
+        """In bytes. Raises :class:`LayoutError` for a fraction of what is not known."""
+        if self.fraction is None:
+            return self.nbytes
+        if free is None:
+            raise LayoutError(f"--memory {self.text}: this system does not say how much is free; give bytes, as 12GiB")
+        return int(self.fraction * free.nbytes)
+
+
+def memory_limit(text: str) -> MemoryLimit:
+    """``0.8`` (of what is free) or ``12GiB``, as an option's type."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 2.0
+    if 0 < number <= 1:
+        return MemoryLimit(text, fraction=number)
+    try:
+        nbytes = nbytes_of(text)
+    except ValueError:
+        nbytes = 0
+    if not nbytes:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a part of what is free, such as 0.8, nor bytes: 12GiB")
+    return MemoryLimit(text, nbytes)

@@ -81,7 +81,7 @@ class LogWriter:
 
     @property
     def n_columns(self) -> int:
-        return os.get_terminal_size(self._fd).columns
+        return os.get_terminal_size(self._fd).columns or 80  # 0: it does not say
 
     def put_status(self, text: str) -> None:
         """On a terminal: shows ``text`` below the log until the next line or status; an empty one takes it away."""

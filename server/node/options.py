@@ -11,11 +11,13 @@ from urllib.parse import urlsplit
 
 from server.cache.row_formats import INDEX_DTYPES, KV_DTYPES
 from server.node.cli import OneOf, option
+from server.node.free_memory import MemoryLimit, memory_limit
 from server.sizes import nbytes_of
 
 MAX_THREADS = 1024
 """A typing error must not take all threads of a machine."""
 MAX_KEPT_ROOMS = 10_000
+PAGES, SLOTS = 256, 32
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "assets" / "tiny-dsv4"
 
 
@@ -114,6 +116,16 @@ def memory_size(text: str) -> int:
     return nbytes
 
 
+def device_name(text: str) -> str:
+    """``cpu`` or ``cuda:N``, as an option's type. Whether there is such a device, torch knows (:mod:`.checks`)."""
+    kind, colon, index = text.partition(":")
+    if text == "cpu" or (kind == "cuda" and not colon):
+        return "cpu" if text == "cpu" else "cuda:0"
+    if kind != "cuda" or not index.isascii() or not index.isdigit() or len(index) > 3:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device: give cpu, cuda, or cuda:N, such as cuda:1")
+    return f"cuda:{int(index)}"
+
+
 def whole_number(text: str) -> int:
     try:
         return int(text)
@@ -138,8 +150,9 @@ def http_port(default: int) -> int:
 class NodeOptions:
     """The values of a command line. Sizes are counts; tokens, pages and slots as named.
 
-    ``deadlines`` (as ``PHASE=SECONDS``), ``faults``, keys and files are as given, not read yet. Three defaults follow
-    from other options: the name that is served, the transfer host, and determinism.
+    ``deadlines`` (as ``PHASE=SECONDS``), ``faults``, keys and files are as given, not read yet. Some defaults follow
+    from other options: the name that is served, the transfer host, determinism; and ``pages`` and ``slots``, which are
+    0 where ``memory`` gives them (:mod:`server.node.memory_plan`).
     """
 
     model: Path = option("model", "checkpoint directory", default=BUNDLED_MODEL, type=Path, metavar="DIR")
@@ -158,7 +171,13 @@ class NodeOptions:
         default="auto",
         choices=INDEX_DTYPES,
     )
-    device: str = option("model", "where the model and its state live", default="cpu", choices=("cpu", "cuda"))
+    device: str = option(
+        "model",
+        "where the model and its state live: cpu, or cuda:N for one GPU (cuda: the first)",
+        default="cpu",
+        type=device_name,
+        metavar="DEVICE",
+    )
     weights: str = option(
         "model",
         "dequantized: in memory, as numbers of --dtype; packed: as stored, in the checkpoint's files, which may be "
@@ -168,7 +187,7 @@ class NodeOptions:
     )
     weights_memory: int | None = option(
         "model",
-        "with --weights packed: most memory for weights, such as 8GiB (default: half of this machine's)",
+        "with --weights packed: most memory for weights, such as 8GiB (default: half of what is free)",
         type=memory_size,
         metavar="BYTES",
     )
@@ -217,8 +236,19 @@ class NodeOptions:
         "compute", "most prompt tokens of one step, in tokens", default=256, type=positive, metavar="N"
     )
 
-    pages: int = option("memory", "pages of compressed entries", default=256, type=positive, metavar="N")
-    slots: int = option("memory", "requests that can run at once", default=32, type=positive, metavar="N")
+    memory: MemoryLimit | None = option(
+        "memory",
+        "what the node may take, weights and all: 12GiB, or 0.8 of what is free (on the machine and in its control "
+        "groups, or on the GPU). Gives --pages and --slots, as far as they are not given (docs/memory.md)",
+        type=memory_limit,
+        metavar="BYTES",
+    )
+    pages: int = option(
+        "memory", f"pages of compressed entries (default: {PAGES}, or by --memory)", type=positive, metavar="N"
+    )
+    slots: int = option(
+        "memory", f"requests that can run at once (default: {SLOTS}, or by --memory)", type=positive, metavar="N"
+    )
     page_size: int = option("memory", "tokens of one page", default=256, type=positive, metavar="N")
     poison: bool = option("memory", "fill free memory with NaN, so that stray reads show", default=False)
 
@@ -340,6 +370,8 @@ class NodeOptions:
             "served_model_name": self.served_model_name or self.model.resolve().name,
             "deterministic": self.device == "cpu" if self.deterministic is None else self.deterministic,
             "transfer_host": self.transfer_host or self.host,
+            "pages": self.pages or (PAGES if self.memory is None else 0),
+            "slots": self.slots or (SLOTS if self.memory is None else 0),
         }
         for name, value in resolved.items():
             object.__setattr__(self, name, value)

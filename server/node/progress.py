@@ -76,9 +76,7 @@ class _Bar:
 
     def show(self, done: int, total: int, took_s: float) -> None:
         columns = self._terminal.n_columns - 1
-        bar = self._draw(
-            done, total, took_s, ncols=columns, prefix=self._what, unit="B", unit_scale=True, unit_divisor=1024
-        )
+        bar = self._draw(done, total, took_s, ncols=columns, prefix=self._what, unit="B", unit_scale=True)
         self._terminal.put_status(bar)
 
     def close(self) -> None:

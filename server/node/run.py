@@ -24,6 +24,7 @@ from server.faults.spec import FaultError
 from server.kernels.errors import KernelsUnavailable
 from server.memory import keep_one_heap
 from server.model.config import CheckpointError
+from server.node.checks import DeviceUnavailable
 from server.node.logs import open_standard_streams, process_log
 from server.node.options import NodeOptions
 from server.node.ports import PortError
@@ -40,6 +41,7 @@ END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STARTUP_ERRORS = (
     AuthError,
     CheckpointError,
+    DeviceUnavailable,
     KernelsUnavailable,
     LayoutError,
     PortError,

@@ -15,13 +15,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from server.failure import KINDS
+from server.failure import KINDS, FailureKind
 from server.telemetry.record import PhaseName
 from server.telemetry.rooms import DECODE, RoomRecorder
 
 REQUEST_BUCKETS_S = (0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0, 5.0)
-FINISHED = ("stop", "length", "abort")
+ABORT = "abort"
+FINISHED = ("stop", "length", ABORT)
 
 _PARTS: Mapping[str, Mapping[str, tuple[PhaseName, ...]]] = {
     DECODE: {
@@ -104,7 +105,8 @@ class RequestMetrics:
             )
         self._success = Counter(
             "pd_request_success",
-            "Requests that were answered, or aborted by their clients, by the reason of their end.",
+            "Requests that were answered, or aborted by their clients, by the reason of their end. The client of a "
+            "prefill node is the decode node.",
             ["finished_reason"],
             registry=registry,
         )
@@ -113,10 +115,11 @@ class RequestMetrics:
             registry=registry,
         )  # fmt: skip
         self._n_failures: Counts[str] = Counts()
-        for reason in FINISHED if is_decode else ("committed",):
+        for reason in FINISHED if is_decode else ("committed", ABORT):
             self._success.labels(reason)
-        for code in KINDS:
-            self._failures.labels(code)
+        for code, kind in KINDS.items():
+            if kind is not FailureKind.ABORTED:
+                self._failures.labels(code)
 
     def first_token(self, recorder: RoomRecorder, n_tokens: int) -> None:
         """A request of a decode node gives out its first output."""
@@ -141,12 +144,13 @@ class RequestMetrics:
 
     def ended(self, recorder: RoomRecorder) -> None:
         """A request is over."""
-        outcome, total_s = recorder.outcome, recorder.total_s()
-        if recorder.failure is not None:
-            self.refused(recorder.failure.code)
+        failure, total_s = recorder.failure, recorder.total_s()
+        if failure is not None and failure.kind is not FailureKind.ABORTED:
+            self.refused(failure.code)
             return
-        self._success.labels(outcome).inc()
-        if outcome == "abort" or total_s is None:
+        is_aborted = failure is not None or recorder.outcome == ABORT
+        self._success.labels(ABORT if is_aborted else recorder.outcome).inc()
+        if is_aborted or total_s is None:
             return
         self._total.observe(total_s, {"room": str(recorder.room)})
         if self._decode is not None and recorder.first_token_at is not None:

@@ -20,6 +20,7 @@ from server.telemetry.rooms import RoomRecorder
 from server.telemetry.trace_context import TraceSpan
 
 if TYPE_CHECKING:
+    import requests
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -83,7 +84,7 @@ class TraceExporter:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
             logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # said here, once
-            exporter = OTLPSpanExporter(traces_url(self._url), timeout=EXPORT_S)
+            exporter = OTLPSpanExporter(traces_url(self._url), timeout=EXPORT_S, session=_session_without_bodies())
             maker = SpanMaker(self._role, self._instance)
         except Exception:
             log.exception("traces cannot be exported")
@@ -121,6 +122,16 @@ class TraceExporter:
                 log.info("the collector at %s takes traces again", self._url)
             else:
                 log.warning("the collector at %s does not take traces: they are dropped until it does", self._url)
+
+
+def _session_without_bodies() -> requests.Session:
+    """Looks at the heads of answers only: the body of one that never ends would be kept in memory, for ever."""
+    import requests
+
+    session = requests.Session()
+    session.stream = True
+    session.hooks["response"].append(lambda response, **_: response.close())
+    return session
 
 
 class SpanMaker:

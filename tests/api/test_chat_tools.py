@@ -14,6 +14,7 @@ import pytest
 from server.api.chat_fields import MAX_TOOL_CHARS, MAX_TOOL_DEPTH, MAX_TOOLS
 from server.api.fields import IGNORED_HEADER
 from server.chat.deepseek_v4 import ASSISTANT, END_THINK, THINK
+from server.engine.grammar import MAX_GRAMMAR_CHARS
 from server.engine.request import SamplingParams
 from tests.api.deepseek import CALCULATOR
 from tests.api.fakes import FakeBackend
@@ -224,6 +225,29 @@ async def test_calls_that_are_forced_are_a_grammar(client: httpx.AsyncClient, ba
     assert grammar is not None
     assert "calculator" not in grammar.text
     assert "reasoning" in grammar.text
+
+
+def many_tools(n: int, n_parameters: int) -> list[dict[str, Any]]:
+    properties = {f"parameter_{i}": {"type": ("string", "number")[i % 2]} for i in range(n_parameters)}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return [{"type": "function", "function": {"name": f"tool_{i}", "parameters": parameters}} for i in range(n)]
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+async def test_calls_that_make_a_too_long_grammar_are_refused_with_the_limit(
+    client: httpx.AsyncClient, backend: FakeBackend, thinks: bool
+) -> None:
+    """As docs/chat.md says: about so many can be forced, and any number be offered."""
+    backend.max_context = 1 << 20
+    body = THINKING if thinks else {}
+    assert (await chat(client, tools=many_tools(25, 15), tool_choice="required", **body)).status_code == 200
+    for n in (28, 40):
+        error = error_of(await chat(client, tools=many_tools(n, 15), tool_choice="required", **body), 400)
+        assert error["code"] in ("unsupported", "invalid_grammar")
+        assert error["param"] == "tool_choice"
+        assert str(MAX_GRAMMAR_CHARS) in error["message"]
+    assert len(backend.requests) == 1
+    assert (await chat(client, tools=many_tools(40, 15), **body)).status_code == 200
 
 
 def nested(depth: int) -> dict[str, Any]:

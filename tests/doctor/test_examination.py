@@ -81,7 +81,7 @@ def test_mooncake_that_does_not_load_is_a_finding(
 def test_mooncake_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module(tmp_path, "mooncake/__init__.py", "import time; time.sleep(600)")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    request = {"host": "127.0.0.1", "transport": "tcp"}
+    request = {"host": "127.0.0.1", "transport": "tcp", "device": "cpu"}
     assert "no answer within 2 s" in only_error(list(child.ask(["transfer"], request, timeout_s=2)))
 
 
@@ -115,7 +115,7 @@ def test_a_prefill_node_that_would_work_has_no_error() -> None:
     assert [finding for finding in findings if finding.level is Level.ERROR] == []
     assert code == 0
     (transfer,) = [finding.words for finding in findings if finding.subject == "transfer"]
-    assert "1 MiB over tcp" in transfer
+    assert "1 MiB of cpu memory over tcp" in transfer
     assert "on both sides" in transfer
 
 

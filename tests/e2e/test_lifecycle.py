@@ -20,6 +20,7 @@ from tests.e2e.test_processes import (
     Stream,
     complete,
     error_of,
+    start_prefilling,
     wait_until_prefilling,
 )
 from tests.support.processes import SLOW_MODEL, process_pair, running_node
@@ -104,8 +105,8 @@ def test_a_prefill_node_that_is_told_to_end_finishes_its_transfers(pair: Pair) -
 
 
 def test_a_decode_node_that_is_told_to_end_finishes_its_answers_and_refuses_new_ones(pair: Pair) -> None:
-    decoding, prefilling = Stream(pair.d, max_tokens=100), Background().complete(pair.d, PROMPT)
-    wait_until_prefilling(pair)
+    decoding = Stream(pair.d, max_tokens=100)
+    prefilling = start_prefilling(pair, PROMPT)
     pair.d.signal(signal.SIGINT)
     until(lambda: pair.d.http.get("/ready").status_code == 503, 5, "it is not ready any more")
     assert pair.d.http.get("/health").status_code == 200

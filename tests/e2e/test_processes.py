@@ -112,6 +112,16 @@ class Background:
         return self._threads.submit(timed)
 
 
+def start_prefilling(pair: Pair, prompt: list[int]) -> Future[tuple[float, httpx.Response]]:
+    """A request whose prompt the prefill node computes when this returns. (Of an earlier one it may hold a slot for a
+    while after the first token.)
+    """
+    until(pair.p.all_free, 20, "the prefill node has done what came before")
+    request = Background().complete(pair.d, prompt)
+    wait_until_prefilling(pair)
+    return request
+
+
 def wait_until_prefilling(pair: Pair) -> None:
     until(lambda: pair.p.counts("slots")["reserved"] > 0, 20, "the prefill node holds a slot for the request")
 
@@ -191,8 +201,7 @@ def test_a_peer_with_another_page_size_is_refused_by_name_and_the_client_is_told
 def test_kill_9_of_the_prefill_node(pair: Pair) -> None:
     """The room in prefill fails with its peer's name; what is committed decodes on; the next prefill node is taken."""
     decoding = Stream(pair.d, max_tokens=400)
-    prefilling = Background().complete(pair.d, LONG_PROMPT)
-    wait_until_prefilling(pair)
+    prefilling = start_prefilling(pair, LONG_PROMPT)
     killed = time.monotonic()
     pair.p.kill()
     answered, response = prefilling.result(30)
@@ -220,8 +229,7 @@ def test_kill_9_of_the_prefill_node(pair: Pair) -> None:
 
 
 def test_a_frozen_prefill_node_is_known_and_works_again_when_it_goes_on(pair: Pair) -> None:
-    prefilling = Background().complete(pair.d, LONG_PROMPT)
-    wait_until_prefilling(pair)
+    prefilling = start_prefilling(pair, LONG_PROMPT)
     pair.p.freeze()
     frozen = time.monotonic()
     try:

@@ -13,6 +13,7 @@ from server.engine.request import GenerationRequest
 from server.engine.tokenizer import Tokenizer
 from server.failure import RequestFailed
 from server.model.interface import LoadedModel
+from server.model.numerics import OFFICIAL
 from tests.e2e.test_faults import DAMAGES, bench
 from tests.support.checkpoints import BUNDLED
 from tests.support.models import load
@@ -68,6 +69,14 @@ async def test_whole_grid_equals_the_local_run(
     model: LoadedModel, tokenizer: Tokenizer, k: int, chunk: int, index_dtype: str
 ) -> None:
     await check_parity(model, tokenizer, LENGTHS, k, replace(FP8, chunk_tokens=chunk, index_dtype=index_dtype))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kv_dtype", ["fp8", "model"])
+@pytest.mark.parametrize("k", [0, 3])
+async def test_official_numerics_equal_the_local_run_too(tokenizer: Tokenizer, k: int, kv_dtype: str) -> None:
+    model = load(BUNDLED, "python", draft=True, numerics=OFFICIAL)
+    await check_parity(model, tokenizer, LENGTHS, k, replace(FP8, kv_dtype=kv_dtype))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -11,19 +12,31 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import free_ports
+from cluster import free_ports, until
 
 from tests.support.examples import README, RIGHT_ANSWER, commands, curl_of_the_readme, openai_of_the_readme
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+WITH_PARENT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Runs a command that gets SIGTERM when its parent has ended, however that was."""
+
+
 def start(*options: str) -> subprocess.Popen[str]:
-    """The script on free ports, in a session of its own as a terminal would give it."""
+    """The script on free ports, in a session of its own as a terminal would give it. It ends with this process."""
     ports = [str(port) for port in free_ports(3)]
     given = ["--prefill-port", ports[0], "--decode-port", ports[1], "--bootstrap-port", ports[2]]
     return subprocess.Popen(
-        [sys.executable, "-u", str(ROOT / "scripts" / "quickstart.py"), *options, *given],
+        [
+            *(sys.executable, "-S", "-c", WITH_PARENT, str(os.getpid())),
+            *(sys.executable, "-u", str(ROOT / "scripts" / "quickstart.py"), *options, *given),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -60,11 +73,12 @@ def test_the_examples_are_answered_right_until_ctrl_c_ends_the_pair_cleanly() ->
     """What the quickstart suggests at its end, and what the README asks "with the pair of the quickstart running"."""
     process = start()
     try:
-        output, shown = read_until(process, "  curl ")
+        output, shown = read_until(process, "curl ")
+        shown += "".join(itertools.islice(process.stdout or (), 2))
         (port,) = re.findall(r"curl http://127\.0\.0\.1:(\d+)/", shown)
-        for curl in (shown, curl_of_the_readme(port)):
-            answer = json.loads(run("bash", "-c", f"{curl.strip()} --silent"))
-            assert answer["choices"][0]["text"] == RIGHT_ANSWER
+        assert shown == curl_of_the_readme(port)
+        answer = json.loads(run("bash", "-c", f"{shown.strip()} --silent"))
+        assert answer["choices"][0]["text"] == RIGHT_ANSWER
         assert run(sys.executable, "-c", openai_of_the_readme(port)) == RIGHT_ANSWER
         (gsm8k,) = [words for words in commands(README) if "--require-prefill" in words]
         few = ("--num-questions", "4", "--min-accuracy", "0.75")
@@ -75,6 +89,18 @@ def test_the_examples_are_answered_right_until_ctrl_c_ends_the_pair_cleanly() ->
     assert process.returncode == 0, output + rest
     assert "killed" not in rest
     assert_gone(output)
+
+
+@pytest.mark.timeout(120)
+def test_it_ends_with_the_tests_that_have_started_it() -> None:
+    """Also where those are killed: before, a test run that was ended from outside left a pair behind."""
+    code = "from tests.e2e.test_quickstart import start; print(start().pid, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as tests:
+        pid = int((tests.stdout or sys.stdin).readline())
+        tests.kill()
+    until(lambda: not Path(f"/proc/{pid}").exists(), 100, "the quickstart has ended")
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> tuple[str, str]:

@@ -14,24 +14,19 @@ from server.cache.layout import Placement
 from server.engine.runner import ModelRunner
 from server.model.batch import Segment
 from server.model.interface import LoadedModel
-from server.model.numerics import NUMERICS
 from tests.support.checkpoints import BUNDLED, write_checkpoint
 from tests.support.models import BOTH, load
 from tests.support.runners import make_runner, prefill, prompt
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*itertools.product(BOTH, ["bundled", "random"], ["plain"]), ("python", "random", "official")],
-    ids="-".join,
-)
+@pytest.fixture(scope="module", params=itertools.product(BOTH, ["bundled", "random"]), ids="-".join)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    kernels, checkpoint, numerics = request.param
+    kernels, checkpoint = request.param
     if checkpoint == "bundled":
         return load(BUNDLED, kernels)
     path = tmp_path_factory.mktemp("random")
     write_checkpoint(path, seed=3)
-    return load(path, kernels, numerics=NUMERICS[numerics])
+    return load(path, kernels)
 
 
 def placements(count: int, n_pages: int, seed: int) -> list[Placement]:

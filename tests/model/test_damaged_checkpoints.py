@@ -266,22 +266,30 @@ def test_where_the_config_does_not_say_how_experts_are_stored_the_tensors_do(
     assert torch.equal(weight, made.numbers[f"{EXPERT}.weight"])
 
 
-def test_a_release_with_dspark_loads_without_a_draft_and_says_so(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def add_stages(tensors: Tensors) -> None:
-        stage = {key.replace("layers.0.", ""): tensor for key, tensor in tensors.items() if key.startswith("layers.0.")}
-        for i in range(3):
-            tensors.update({f"mtp.{i}.{key}": tensor.clone() for key, tensor in stage.items()})
-        tensors["mtp.0.main_proj.weight"] = torch.zeros(64, 192).to(torch.float8_e4m3fn)
-        tensors["mtp.0.main_proj.scale"] = torch.zeros(1, 2).to(torch.float8_e8m0fnu)
+DSPARK = {
+    "num_hidden_layers": 2,
+    "n_routed_experts": 2,
+    "compress_ratios": [0, 4, 0, 0, 0],
+    "dspark_block_size": 5,
+    "dspark_target_layer_ids": [0, 1],
+    "dspark_markov_rank": 16,
+}
 
-    change(model, add_stages)
-    assert not has_draft(model)
+
+def test_a_release_with_dspark_loads_without_a_draft_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = make_quantized(tmp_path, shards=2, **DSPARK)
+    assert "mtp.2.markov_head.markov_w1.weight" in made.stored
+    assert not has_draft(tmp_path)
     with caplog.at_level(logging.WARNING):
-        loaded = load_checkpoint(model)
+        loaded = load_checkpoint(tmp_path)
     assert (loaded.draft, loaded.network.drafts) == (Draft.DSPARK, False)
     assert "its draft (dspark) is not loaded" in caplog.text
     with pytest.raises(CheckpointError, match=r"mtp\.0\.main_proj\.weight shows a DSpark draft"):
-        check_tensors(model, draft=True)
+        check_tensors(tmp_path, draft=True)
+    change(tmp_path, lambda tensors: tensors.pop("mtp.1.attn.wkv.scale"))
+    assert "missing mtp.1.attn.wkv.scale" in refusal(tmp_path)
 
 
 def test_a_draft_layer_that_is_not_loaded_must_be_whole_all_the_same(tmp_path: Path) -> None:

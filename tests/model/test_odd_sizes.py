@@ -19,6 +19,7 @@ from server.engine.sampler import RowSampling, sample
 from server.model import batch_invariant
 from server.model.batch import Segment
 from server.model.interface import LoadedModel
+from server.model.numerics import OFFICIAL, PLAIN
 from server.model.rope import Rotation
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import BOTH, load
@@ -60,6 +61,7 @@ CASES = {
     "11 experts, 3 streams, 3 heads": sizes(11, 3, 3, 1, 35),
     "11 wide experts": sizes(11, 1, 3, 3, 7, num_experts_per_tok=6),
     "everything rotates": sizes(3, 3, 3, 1, 17, head_dim=22, qk_rope_head_dim=22, index_head_dim=22),
+    "official numerics": sizes(5, 3, 3, 3, 21, index_head_dim=16),
 }
 N = 150
 
@@ -83,12 +85,14 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 every_number_of_threads = pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
-MODELS = [(case, 1) for case in CASES] + [("8 experts, 4 streams, 4 heads", 2), ("everything rotates", 3)]
+MODELS = [(case, 1) for case in CASES]
+MODELS += [("8 experts, 4 streams, 4 heads", 2), ("everything rotates", 3), ("official numerics", 2)]
 
 
 @pytest.fixture(params=BOTH)
 def model(checkpoint: Callable[[str], Path], case: str, request: pytest.FixtureRequest) -> LoadedModel:
-    return load(checkpoint(case), request.param, draft=True)
+    numerics = OFFICIAL if case.startswith(OFFICIAL.name) else PLAIN
+    return load(checkpoint(case), request.param, draft=True, numerics=numerics)
 
 
 def place(i: int) -> Placement:

@@ -13,12 +13,13 @@ import torch
 from server.cache.arena import TORCH_DTYPES
 from server.cache.layout import Placement
 from server.cache.live import LIVE_RULES
+from server.cache.row_formats import index_block, kv_block
 from server.engine.runner import ModelRunner
 from server.model.batch import Segment
 from server.model.loader import load_model
 from server.model.network import DeepseekV4
 from server.model.numerics import OFFICIAL
-from server.model.quantization import fp4_codes, fp8_codes, index_block, kv_block
+from server.model.quantization import fp4_codes, fp8_codes
 from tests.model.plain_official import ROUNDINGS, PlainOfficial, Rows
 from tests.support.checkpoints import tensors_of, write_checkpoint
 from tests.support.quantized import quantized_weights, take_for_quantized

@@ -118,6 +118,21 @@ def test_the_default_of_max_tokens_is_told_with_its_cost(arguments: list[str], n
     assert isinstance(settings.facts["can_think"], bool)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        ([], ("model", "model")),
+        (["--kv-dtype", "fp8"], ("fp8", "mxfp4")),
+        (["--kv-dtype", "fp8", "--index-dtype", "fp8"], ("fp8", "fp8")),
+    ],
+)
+def test_how_rows_are_stored_is_told(arguments: list[str], facts: tuple[str, str]) -> None:
+    resources = build_resources("decode", parse(NodeOptions, "node", "", arguments))
+    assert (resources.settings.facts["kv_dtype"], resources.settings.facts["index_dtype"]) == facts
+    stored = resources.context.arena.layout.component("c4_index").dtype
+    assert stored == {"model": "float32", "mxfp4": "mxfp4_index", "fp8": "fp8_index"}[facts[1]]
+
+
 def test_what_computes_and_why_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     monkeypatch.setenv("DSV4_KERNELS_BUILD", "absent")

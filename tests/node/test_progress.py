@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pty
+import termios
 
 import pytest
 
@@ -51,6 +52,7 @@ def test_a_pipe_is_no_terminal() -> None:
 
 def test_a_terminal_shows_a_bar_that_lines_of_the_log_do_not_run_into() -> None:
     watching, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 100))
     writer, clock = LogWriter(terminal), Clock()
     handler = QueueingHandler(writer)
     logging.getLogger().addHandler(handler)
@@ -72,7 +74,7 @@ def test_a_terminal_shows_a_bar_that_lines_of_the_log_do_not_run_into() -> None:
     os.close(terminal)
     _, first, line, second, end = shown.split(CLEAR)
     assert first.startswith(b"weights:  25%|")
-    assert b"1.00G/4.00G [00:01<00:03, 1.00GB/s]" in first
+    assert b"1.07G/4.29G [00:01<00:03, 1.07GB/s]" in first
     assert line.endswith(b"WARNING elsewhere: a line\r\n")
     assert second.startswith(b"weights:  50%|")
     assert end == b""

@@ -129,7 +129,7 @@ def test_a_broken_tokenizer_is_named(capsys: pytest.CaptureFixture[str], tmp_pat
 
 def test_memory_that_there_is_not_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     line = said(capsys, D, "--local-prefill", *FREE, "--pages", "1000000000000")
-    assert "1000000000000 pages and 32 slots need" in line
+    assert "1,000,000,000,000 pages and 32 slots, about" in line
     assert "fewer --pages or --slots" in line
 
 

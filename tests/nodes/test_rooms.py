@@ -132,7 +132,9 @@ async def test_a_client_that_leaves_ends_the_record_in_whatever_phase(pair: Pair
     await until(lambda: len(p.node.rooms(9).ended) == 1)
     (half,) = ended(p)
     assert (half.outcome, half.failure and half.failure.code) == ("aborted", "aborted")
-    assert d.metric("pd_request_success_total", finished_reason="abort") == 1
+    for node in (d, p):
+        assert node.metric("pd_request_success_total", finished_reason="abort") == 1
+        assert node.metric("pd_request_failures_total", code="aborted") == 0
 
 
 async def test_a_retry_is_in_the_same_record(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

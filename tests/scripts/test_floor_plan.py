@@ -17,10 +17,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "benchmark": ("cluster", "evaluation"),
     "demo": ("cluster", "evaluation"),
     "tiny": ("benchmark", "evaluation"),
+    "cuda_check": ("benchmark", "cluster", "evaluation"),
     "walk": ("cluster",),
     "timeline": ("cluster",),
     "checkpoint_making": (),
     "large_checkpoint": ("cluster",),
+    "planning": ("checkpoint_making",),
 }
 """Which other folders each folder may import."""
 FEW_LINES = 80

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Thread
@@ -165,6 +165,45 @@ async def test_a_collector_that_does_not_answer_costs_nothing_but_its_traces() -
         closing = asyncio.create_task(asyncio.to_thread(sink.close))
         await closing
         await until(lambda: traced_rooms(registry, "exported") + traced_rooms(registry, "dropped") == MAX_WAITING + 200)
+
+
+@contextmanager
+def endless_answer() -> Iterator[str]:
+    """A collector whose answer has a head, and then a body without an end."""
+    is_over = Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with suppress(ConnectionError):
+                while not is_over.wait(0.001):
+                    self.wfile.write(b"x" * 4096)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            is_over.set()
+            server.shutdown()
+            thread.join()
+
+
+async def test_of_an_answer_without_an_end_nothing_is_kept() -> None:
+    registry = CollectorRegistry()
+    with endless_answer() as url:
+        sink = exporter(url, "decode", registry)
+        sink.start()
+        records = RoomRecords(DECODE, 8, lambda: 100.0, sink)
+        for i in range(2):
+            records.end(records.open(i, "r", n_prompt=1, max_new=1, first=PhaseName.RECEIVE), "stop", 101.0)
+            await until(lambda i=i: traced_rooms(registry, "exported") == i + 1)  # type: ignore[misc]
+        sink.close()
 
 
 async def test_a_collector_that_is_not_there_does_not_keep_a_node_from_its_work(

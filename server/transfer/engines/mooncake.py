@@ -52,7 +52,10 @@ from server.transfer.engines.base import (
 
 log = logging.getLogger(__name__)
 
-WHEELS = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
+WHEELS = WHEEL_WITH_CUDA, WHEEL_WITHOUT_CUDA = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
+"""Two builds of one module. Only the first one moves memory of a GPU, which it knows by its address alone: regions are
+registered without naming a device, and of a pair each side looks at its own addresses (``memory_location.cpp``).
+"""
 MIN_VERSION = "0.3.12.post1"
 """Before it, a TCP write was reported done before it was applied."""
 ACKNOWLEDGED_TCP_PROTOCOL = 2
@@ -100,11 +103,11 @@ def installed_wheel() -> Wheel:
             found.append(Wheel(name, importlib.metadata.version(name)))
     if not found:
         raise TransportUnavailable(
-            f"Mooncake is not installed: pip install '{WHEELS[1]}>={MIN_VERSION}' ({WHEELS[0]} for CUDA)"
+            f"Mooncake is not installed: pip install '{WHEEL_WITHOUT_CUDA}>={MIN_VERSION}' ({WHEEL_WITH_CUDA} for CUDA)"
         )
     if len(found) > 1:
         raise TransportUnavailable(
-            f"{WHEELS[0]} and {WHEELS[1]} are both installed, with files of the same names: uninstall both, install one"
+            f"{' and '.join(WHEELS)} are both installed, with files of the same names: uninstall both, install one"
         )
     wheel = found[0]
     if Version(wheel.version) < Version(MIN_VERSION):

@@ -171,7 +171,7 @@ def test_launchers_get_ports_and_model(quickstart: Quickstart) -> None:
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_stop_signal_while_serving_ends_both_cleanly(quickstart: Quickstart, stop: signal.Signals) -> None:
     process = quickstart.start()
-    shown = read_until(process, "  curl ")
+    shown = read_until(process, "curl ")
     assert f"http://127.0.0.1:{quickstart.ports[1]}/v1/completions" in shown
     process.send_signal(stop)
     output, _ = process.communicate(timeout=30)
@@ -194,7 +194,7 @@ def test_stop_signal_while_waiting_ends_both_cleanly(quickstart: Quickstart) -> 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_process_that_dies_while_serving_is_named_and_the_other_ends(quickstart: Quickstart, role: str) -> None:
     process = quickstart.start()
-    read_until(process, "  curl ")
+    read_until(process, "curl ")
     os.kill(quickstart.pid(role), signal.SIGKILL)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 1
