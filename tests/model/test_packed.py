@@ -23,6 +23,7 @@ from tests.support.quantized_checkpoints import BASE, OFFICIAL, make_quantized
 from tests.support.runners import make_runner
 
 ALL = 1 << 30
+DTYPES = [torch.float32, torch.bfloat16]
 PLACE = Placement(2, (3, 1))
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "official": OFFICIAL,
@@ -42,10 +43,15 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(params=["cpu", "python"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    chosen = choose_kernels("auto" if request.param == "cpu" else "python", "cpu")
-    if chosen.name != request.param:
-        pytest.skip(chosen.reason)
-    return chosen
+    return chosen(request.param)
+
+
+def chosen(which: str) -> Kernels:
+    """For ``python`` or ``cpu``; skips the test where there are no kernels."""
+    kernels = choose_kernels("auto" if which == "cpu" else which, "cpu")
+    if kernels.name != which:
+        pytest.skip(kernels.reason)
+    return kernels
 
 
 def results(model: LoadedModel, threads: int = 1) -> dict[str, torch.Tensor]:
@@ -76,8 +82,22 @@ def smallest_budget(path: Path, kernels: Kernels, dtype: torch.dtype) -> int:
     return int(str(refused.value).split("at least ")[1].split()[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_is_dequantized_bit_for_bit(path: Path, kernels: Kernels, dtype: torch.dtype) -> None:
+def test_packed_is_dequantized_bit_for_bit(path: Path) -> None:
+    check_bits(path, "cpu", torch.float32)
+
+
+def test_packed_is_dequantized_in_python_too(tmp_path: Path) -> None:
+    check_bits(make_quantized(tmp_path / "made", **CHECKPOINTS["many experts"]).path, "python", torch.float32)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("which", "dtype"), [("cpu", torch.bfloat16), *(("python", each) for each in DTYPES)])
+def test_every_way_is_dequantized_bit_for_bit(path: Path, which: str, dtype: torch.dtype) -> None:
+    check_bits(path, which, dtype)
+
+
+def check_bits(path: Path, which: str, dtype: torch.dtype) -> None:
+    kernels = chosen(which)
     loaded = load_checkpoint(path, dtype=dtype, draft=True)
     wanted = results(kernels.take(loaded.network))
     smallest = smallest_budget(path, kernels, dtype)
