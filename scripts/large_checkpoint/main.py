@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 from cluster.node import Node
 from cluster.nodes import Pair
 from cluster.tool import exit_code, log_folder
@@ -35,6 +36,7 @@ from .control_group import ControlGroup, NoControlGroup
 START_S = 1800.0
 """For the first start, which reads the whole checkpoint for its fingerprint."""
 ANSWER_S = 3600.0
+SLOW_PHASES = ("prefill", "idle")
 SHARE = 0.55
 """Of a process's limit that weights may take: the rest is for Python, libraries, pools and the page cache."""
 
@@ -89,7 +91,8 @@ def run(args: argparse.Namespace, logs: Path, name: str, limit: int) -> Run:
     weights_memory = int(SHARE * limit) if limit else 2 * _size_of(args.model)
     options = [
         *("--model", str(args.model), "--dtype", args.dtype, "--threads", str(args.threads), "--pages", "16"),
-        *("--slots", "2", "--weights", "packed", "--weights-memory", str(weights_memory)),
+        *("--slots", "2", "--kernels", "cpu", "--weights", "packed", "--weights-memory", str(weights_memory)),
+        *(word for phase in SLOW_PHASES for word in ("--deadline", f"{phase}={ANSWER_S:g}")),
     ]
     with ExitStack() as stack:
         pair = Pair(logs, options, options, prefix=f"{name.replace(' ', '-')}-")
@@ -215,4 +218,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 0 if same else 1
 
-    return exit_code("large_checkpoint", work, OSError, logs=logs)
+    return exit_code("large_checkpoint", work, OSError, httpx.HTTPError, logs=logs)

@@ -41,7 +41,8 @@ class Status(IntEnum):
 
 class StoredTensor(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("data", "scale")),
+        *((name, c_void_p) for name in ("data", "scale", "map", "scale_map")),
+        *((name, c_int64) for name in ("map_nbytes", "scale_map_nbytes")),
         *((name, c_int32) for name in ("rows", "columns", "encoding", "rounds", "use", "pad")),
     ]
 

@@ -118,9 +118,15 @@ class StoredMatrices:
 def _tensor(weight: StoredWeight) -> abi.StoredTensor:
     tensor = weight.tensor
     rows, columns = weight.shape
+    file = weight.checkpoint.file(tensor.data)
+    scale_file = None if tensor.scale is None else weight.checkpoint.file(tensor.scale)
     return abi.StoredTensor(
         data=weight.address(tensor.data),
         scale=None if tensor.scale is None else weight.address(tensor.scale),
+        map=file.address,
+        scale_map=None if scale_file is None else scale_file.address,
+        map_nbytes=file.nbytes,
+        scale_map_nbytes=0 if scale_file is None else scale_file.nbytes,
         rows=rows,
         columns=columns,
         encoding=_ENCODINGS[tensor.data.dtype],

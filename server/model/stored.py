@@ -64,6 +64,7 @@ class MappedFile:
             warnings.simplefilter("ignore")  # that it cannot be written is what we want
             self._bytes = torch.from_numpy(array)
         self.address: int = array.ctypes.data
+        self.nbytes = len(array)
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
         """A tensor as it is stored; a view of the map where its place allows that."""

@@ -51,6 +51,8 @@ class File:
         for place, scale_place, tensor in self._made:
             tensor.data = address + place
             tensor.scale = None if scale_place is None else address + scale_place
+            tensor.map = tensor.scale_map = address
+            tensor.map_nbytes = tensor.scale_map_nbytes = len(self._map)
         return (abi.StoredTensor * len(self._made))(*(tensor for _, _, tensor in self._made))
 
 
@@ -150,7 +152,9 @@ def test_every_code_under_every_kind_of_scale(encoding: abi.Encoding, isa: Isa, 
     codes, scale, numbers = codes_of(encoding)
     rows, columns = numbers.shape
     numbers = numbers.bfloat16().float() if rounds else numbers
-    tensor = abi.StoredTensor(codes.data_ptr(), scale.data_ptr(), rows, columns, encoding, rounds, 1)
+    tensor = abi.StoredTensor(
+        data=codes.data_ptr(), scale=scale.data_ptr(), rows=rows, columns=columns, encoding=encoding, rounds=rounds
+    )
     for row, count, column, length in ((0, 7, 0, columns), (1, 3, 2, 251), (rows - 5, 5, 30, 100), (0, 1, 50, 16)):
         out = torch.full((length, 16), -1.0)
         functions.kernels_expand(tensor_pointer(tensor), *map(ctypes.c_int64, (row, count, column, length, 16)),

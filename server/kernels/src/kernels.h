@@ -19,9 +19,11 @@ enum Encoding : int32_t { STORED_FP32 = 0, STORED_BF16 = 1, STORED_FP8 = 2, STOR
 enum StoredUse : int32_t { BY_CHOICE = 0, EVERY_STEP = 1, BY_ROW = 2 };
 
 // A tensor [rows, columns] of a file that is mapped into memory, row by row. FP8 is e4m3; FP4 is e2m1, two in a byte, the
-// low half first. `scale` is E8M0: one for 128 x 128 numbers of FP8, for 1 x 32 of FP4; null for the others.
+// low half first. `scale` is E8M0: one for 128 x 128 numbers of FP8, for 1 x 32 of FP4; null for the others. `map` and
+// `scale_map` are where the mapped files of the two begin.
 struct StoredTensor {
-    const uint8_t *data, *scale;
+    const uint8_t *data, *scale, *map, *scale_map;
+    int64_t map_nbytes, scale_map_nbytes;
     int32_t rows, columns, encoding;
     int32_t rounds;  // 1: numbers are rounded to bf16, as the weight would be if it were loaded
     int32_t use;     // a StoredUse

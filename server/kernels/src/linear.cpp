@@ -300,14 +300,14 @@ void stored_all(const Product* products, int64_t count, int threads) {
             tasks += (some[i].count + PANEL - 1) / PANEL * n_blocks(product.rows);
             work += (product.rows + EXPANDING) * product.weight->in * some[i].count;
         }
-        std::atomic<bool> is_read{true};
+        std::atomic<int32_t> unread{-1};
         parallel_for(tasks, work, threads, [&](int64_t task) {
             const StoredWeights::Portion& portion = owner_of(task, some, static_cast<int64_t>(n));
             const StoredTensor& tensor = weights.tensor_of(portion);
             if (!portion_of_rows(products[portion.product], portion, tensor, task - portion.first_task))
-                is_read = false;
+                unread = portion.slab;
         });
-        return is_read.load();
+        return unread.load();
     });
 }
 

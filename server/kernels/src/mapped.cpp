@@ -1,11 +1,12 @@
 #include "mapped.h"
 
+#include <cerrno>
 #include <csetjmp>
 #include <csignal>
-#include <cerrno>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <mutex>
 
 #ifndef MADV_POPULATE_READ
@@ -24,27 +25,33 @@ void on_bus_error(int number, siginfo_t*, void*) {
     sigaction(number, &before, nullptr);  // the access is repeated, and meets who was there before
 }
 
-int64_t page_size() {
-    static const int64_t size = sysconf(_SC_PAGESIZE);
+uintptr_t page_size() {
+    static const uintptr_t size = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     return size;
 }
 
+constexpr uintptr_t AROUND = uintptr_t{64} << 10;
+
+// A range that begins and ends at multiples of `step`, within the file.
 struct Pages {
     uint8_t* from;
-    int64_t nbytes;
+    size_t nbytes;
 
-    Pages(const uint8_t* begin, int64_t length) {
-        const uintptr_t address = reinterpret_cast<uintptr_t>(begin), mask = static_cast<uintptr_t>(page_size()) - 1;
-        const uintptr_t first = address & ~mask, end = (address + static_cast<uintptr_t>(length) + mask) & ~mask;
+    Pages(const MappedRange& range, uintptr_t step) {
+        const uintptr_t address = reinterpret_cast<uintptr_t>(range.from), end = address + to_unsigned(range.nbytes);
+        const uintptr_t file = reinterpret_cast<uintptr_t>(range.file), file_end = file + to_unsigned(range.file_nbytes);
+        const uintptr_t first = std::max(address / step * step, file);
+        const uintptr_t last = std::min((end + step - 1) / step * step, pages_end(file_end));
         from = reinterpret_cast<uint8_t*>(first);
-        nbytes = static_cast<int64_t>(end - first);
+        nbytes = range.nbytes ? last - first : 0;
     }
+
+private:
+    static uintptr_t to_unsigned(int64_t n) { return static_cast<uintptr_t>(n); }
+    static uintptr_t pages_end(uintptr_t end) { return (end + page_size() - 1) / page_size() * page_size(); }
 };
 
-int advise(const uint8_t* from, int64_t nbytes, int advice) {
-    const Pages pages(from, nbytes);
-    return nbytes ? madvise(pages.from, static_cast<size_t>(pages.nbytes), advice) : 0;
-}
+int advise(const Pages& pages, int advice) { return pages.nbytes ? madvise(pages.from, pages.nbytes, advice) : 0; }
 
 }  // namespace
 
@@ -73,18 +80,18 @@ bool read_mapped(void (*read)(const void* context), const void* context) {
     return true;
 }
 
-void ask_ahead(const uint8_t* from, int64_t nbytes) { advise(from, nbytes, MADV_WILLNEED); }
+void MappedRange::ask_ahead() const { advise(Pages(*this, page_size()), MADV_WILLNEED); }
 
-bool bring_in(const uint8_t* from, int64_t nbytes) {
+bool MappedRange::bring_in() const {
     for (;;) {
-        if (!advise(from, nbytes, MADV_POPULATE_READ)) return true;
+        if (!advise(Pages(*this, page_size()), MADV_POPULATE_READ)) return true;
         if (errno == EINTR || errno == EAGAIN) continue;
         return errno != EFAULT && errno != EIO && errno != EHWPOISON;
     }
 }
 
-void let_go(const uint8_t* from, int64_t nbytes) { advise(from, nbytes, MADV_DONTNEED); }
+void MappedRange::let_go() const { advise(Pages(*this, AROUND), MADV_DONTNEED); }
 
-int64_t pages_nbytes(const uint8_t* from, int64_t nbytes) { return nbytes ? Pages(from, nbytes).nbytes : 0; }
+int64_t MappedRange::in_memory() const { return static_cast<int64_t>(Pages(*this, AROUND).nbytes); }
 
 }  // namespace kernels

@@ -12,10 +12,18 @@ void expect_bus_errors();
 // read(context); false if the memory could not be read to the end. `read` may not own anything that needs an end.
 bool read_mapped(void (*read)(const void* context), const void* context);
 
-// What the system does with pages of a mapped range. Each takes a range of any alignment and covers its pages.
-void ask_ahead(const uint8_t* from, int64_t nbytes);     // begin to read them
-bool bring_in(const uint8_t* from, int64_t nbytes);      // read them now; false: they cannot be read
-void let_go(const uint8_t* from, int64_t nbytes);        // they are not part of this process any more
-int64_t pages_nbytes(const uint8_t* from, int64_t nbytes);  // of its pages
+// Some bytes of a mapped file. The system reads them page by page, and may make the pages around one that is read a part
+// of the process, too, as far as they lie in the same 64 KiB.
+struct MappedRange {
+    const uint8_t* from;
+    int64_t nbytes;
+    const uint8_t* file;
+    int64_t file_nbytes;
+
+    void ask_ahead() const;   // begins to read them
+    bool bring_in() const;    // reads them now; false: they cannot be read
+    void let_go() const;      // they and what is around them are not part of this process any more
+    int64_t in_memory() const;  // bytes of them and what is around them
+};
 
 }  // namespace kernels

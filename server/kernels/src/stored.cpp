@@ -13,7 +13,6 @@ constexpr int64_t SLAB_ROWS = 128;               // a slab is a multiple of them
 constexpr int64_t GROUP_NBYTES = int64_t{2} << 20;  // that are worth a parallel region
 constexpr int64_t GATHERED_NBYTES = int64_t{4} << 20;
 constexpr int64_t SHARE = 8;  // of the budget: an eighth is left for slabs that go again
-constexpr int64_t AROUND_NBYTES = int64_t{64} << 10;  // the system may map this much around a page that is read
 
 int64_t row_nbytes(const StoredTensor& tensor) { return stored_nbytes(tensor.encoding, tensor.columns); }
 
@@ -22,20 +21,28 @@ int64_t rows_of_slab(const StoredTensor& tensor) {
     return std::max<int64_t>(SLAB_NBYTES / nbytes / SLAB_ROWS, 1) * SLAB_ROWS;
 }
 
-// The memory of rows row .. row + rows - 1: their numbers, then their scales.
+// The memory of rows row .. row + rows - 1: their numbers, and their scales.
 struct Ranges {
-    const uint8_t *data, *scale;
-    int64_t data_nbytes, scale_nbytes;
+    MappedRange data, scale;
 
     Ranges(const StoredTensor& tensor, int64_t row, int64_t rows)
-        : data(tensor.data + row * row_nbytes(tensor)), scale(nullptr), data_nbytes(rows * row_nbytes(tensor)),
-          scale_nbytes(0) {
+        : data{tensor.data + row * row_nbytes(tensor), rows * row_nbytes(tensor), tensor.map, tensor.map_nbytes},
+          scale{nullptr, 0, nullptr, 0} {
         if (!tensor.scale) return;
         const int64_t block = scale_rows_of_block(tensor), first = row / block, end = (row + rows + block - 1) / block;
-        scale = tensor.scale + first * scale_columns(tensor);
-        scale_nbytes = (end - first) * scale_columns(tensor);
+        const int64_t width = scale_columns(tensor);
+        scale = {tensor.scale + first * width, (end - first) * width, tensor.scale_map, tensor.scale_map_nbytes};
     }
-    int64_t nbytes() const { return pages_nbytes(data, data_nbytes) + pages_nbytes(scale, scale_nbytes); }
+    int64_t in_memory() const { return data.in_memory() + scale.in_memory(); }
+    void ask_ahead() const {
+        data.ask_ahead();
+        scale.ask_ahead();
+    }
+    bool bring_in() const { return data.bring_in() && scale.bring_in(); }
+    void let_go() const {
+        data.let_go();
+        scale.let_go();
+    }
 };
 
 int64_t largest_slab(const StoredTensor* tensors, int64_t count) {
@@ -43,7 +50,7 @@ int64_t largest_slab(const StoredTensor* tensors, int64_t count) {
     for (int64_t i = 0; i < count; i++)
         if (tensors[i].use != BY_ROW)
             for (int64_t row = 0, rows = rows_of_slab(tensors[i]); row < tensors[i].rows; row += rows)
-                most = std::max(most, Ranges(tensors[i], row, std::min<int64_t>(rows, tensors[i].rows - row)).nbytes());
+                most = std::max(most, Ranges(tensors[i], row, std::min<int64_t>(rows, tensors[i].rows - row)).in_memory());
     return most;
 }
 
@@ -68,7 +75,7 @@ StoredWeights::StoredWeights(const StoredTensor* tensors, int64_t count, int64_t
             slab.tensor = i;
             slab.row = row;
             slab.rows = std::min<int64_t>(slab_rows_[i], tensor.rows - row);
-            slab.nbytes = Ranges(tensor, row, slab.rows).nbytes();
+            slab.nbytes = Ranges(tensor, row, slab.rows).in_memory();
             slab.stays = tensor.use == EVERY_STEP && kept + slab.nbytes <= budget - share;
             if (slab.stays) kept += slab.nbytes;
             slabs_.push_back(slab);
@@ -121,9 +128,7 @@ size_t StoredWeights::ask_from(const std::vector<Portion>& portions, size_t firs
         Slab& slab = slabs_[portions[first].slab];
         if (slab.is_here || slab.is_asked) continue;
         if (asked && asked + slab.nbytes > room_ / 2) break;
-        const Ranges ranges(tensors_[slab.tensor], slab.row, slab.rows);
-        ask_ahead(ranges.data, ranges.data_nbytes);
-        ask_ahead(ranges.scale, ranges.scale_nbytes);
+        Ranges(tensors_[slab.tensor], slab.row, slab.rows).ask_ahead();
         slab.is_asked = true;
         asked += slab.nbytes;
     }
@@ -167,9 +172,7 @@ void StoredWeights::bring_in(int32_t number) {
     slab.is_asked = false;
     if (!slab.stays)
         while (passing_ + slab.nbytes > room_ && oldest_ >= 0 && slabs_[oldest_].wave != wave_) evict_oldest();
-    const Ranges ranges(tensors_[slab.tensor], slab.row, slab.rows);
-    if (!kernels::bring_in(ranges.data, ranges.data_nbytes) || !kernels::bring_in(ranges.scale, ranges.scale_nbytes))
-        fail(number);
+    if (!Ranges(tensors_[slab.tensor], slab.row, slab.rows).bring_in()) fail(number);
     slab.is_here = true;
     if (!slab.stays) {
         passing_ += slab.nbytes;
@@ -184,9 +187,7 @@ void StoredWeights::evict_oldest() {
     const int32_t number = oldest_;
     Slab& slab = slabs_[number];
     unlink(number);
-    const Ranges ranges(tensors_[slab.tensor], slab.row, slab.rows);
-    let_go(ranges.data, ranges.data_nbytes);
-    let_go(ranges.scale, ranges.scale_nbytes);
+    Ranges(tensors_[slab.tensor], slab.row, slab.rows).let_go();
     slab.is_here = false;
     passing_ -= slab.nbytes;
     counters.evictions++;
@@ -211,7 +212,7 @@ void StoredWeights::gather(const StoredMatrix& table, const int64_t* ids, int64_
     begin();
     const StoredTensor& tensor = tensors_[table.parts->tensor];
     const int64_t nbytes = row_nbytes(tensor);
-    for (int64_t i = 0; i < n; i++) ask_ahead(tensor.data + ids[i] * nbytes, nbytes);
+    for (int64_t i = 0; i < n; i++) Ranges(tensor, ids[i], 1).data.ask_ahead();
     struct One {
         const StoredTensor& tensor;
         int64_t row;
@@ -228,9 +229,9 @@ void StoredWeights::gather(const StoredMatrix& table, const int64_t* ids, int64_
             throw Unreadable();
         }
         counters.read_nbytes += nbytes;
-        gathered_ += nbytes + AROUND_NBYTES;
+        gathered_ += Ranges(tensor, ids[i], 1).in_memory();
         if (gathered_ < GATHERED_NBYTES) continue;
-        let_go(tensor.data, tensor.rows * nbytes);
+        Ranges(tensor, 0, tensor.rows).let_go();
         gathered_ = 0;
     }
 }

@@ -46,7 +46,7 @@ public:
     void ask_for(const std::vector<Portion>& portions);
 
     // compute(portions, count) for all of them, in groups whose slabs are in memory: first what is there already, while
-    // the rest is read. Changes their order. Throws Unreadable, also where compute returns false.
+    // the rest is read. Changes their order. `compute` returns a slab that could not be read, or -1. Throws Unreadable.
     template <class F>
     void run(std::vector<Portion>& portions, const F& compute) {
         const std::lock_guard<std::mutex> lock(using_);
@@ -56,7 +56,7 @@ public:
             size_t done = first, stop = hits_first(portions, first, end);
             while (done < end) {
                 if (stop == done) stop = bring_in_some(portions, done, end);
-                if (!compute(&portions[done], stop - done)) fail(portions[done].slab);
+                if (const int32_t bad = compute(&portions[done], stop - done); bad >= 0) fail(bad);
                 done = stop;
             }
         }
