@@ -36,7 +36,7 @@ from .control_group import ControlGroup, NoControlGroup
 START_S = 1800.0
 """For the first start, which reads the whole checkpoint for its fingerprint."""
 ANSWER_S = 3600.0
-SLOW_PHASES = ("prefill", "idle")
+SLOW_PHASES = ("queued", "prefill", "transfer")
 SHARE = 0.55
 """Of a process's limit that weights may take: the rest is for Python, libraries, pools and the page cache."""
 

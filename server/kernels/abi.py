@@ -26,6 +26,18 @@ class StoredUse(IntEnum):
     BY_ROW = 2
 
 
+class RowFormat(IntEnum):
+    FP8_KV = 16
+    MXFP4_INDEX = 17
+    FP8_INDEX = 18
+
+
+class Simulation(IntEnum):
+    AS_COMPUTED = 0
+    AS_KV_ROW = 1
+    AS_INDEX_ROW = 2
+
+
 class Status(IntEnum):
     OK = 0
     OUT_OF_MEMORY = 1
@@ -78,7 +90,7 @@ class Pool(Structure):
         ("data", c_void_p),
         ("item_stride", c_int64),
         ("row_stride", c_int64),
-        *((name, c_int32) for name in ("rows", "items", "width", "dtype")),
+        *((name, c_int32) for name in ("rows", "items", "width", "dtype", "tail", "pad")),
     ]
 
 
@@ -102,11 +114,12 @@ class Compressor(Structure):
     state_b: Pool
     entries: Pool
     ratio: int
+    simulation: int
     _fields_ = [
         *((name, Pool) for name in ("state_a", "state_b", "entries")),
         *((name, c_void_p) for name in ("ape", "norm")),
-        *((name, c_int32) for name in ("ratio", "width", "columns", "pad")),
-        *((name, c_float) for name in ("norm_eps", "pad2")),
+        *((name, c_int32) for name in ("ratio", "width", "columns", "simulation")),
+        *((name, c_float) for name in ("norm_eps", "pad")),
     ]
 
 
@@ -122,6 +135,7 @@ class Attention(Structure):
         *((name, Compressor) for name in ("compressor", "indexer")),
         *((name, c_int32) for name in ("ratio", "heads", "head_dim", "rope_dim", "q_rank", "window")),
         *((name, c_int32) for name in ("index_heads", "index_dim", "index_topk", "uses_compress_rope")),
+        *((name, c_int32) for name in ("kv_simulation", "query_simulation")),
         *((name, c_float) for name in ("norm_eps", "pad")),
     ]
 

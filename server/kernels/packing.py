@@ -14,6 +14,7 @@ from server.kernels.large_pages import LargePages
 from server.kernels.stored import StoredMatrices
 from server.model.config import CSA, SLIDING, CheckpointError
 from server.model.network import DeepseekV4
+from server.model.numerics import OFFICIAL
 
 DTYPES = {torch.float32: abi.Dtype.FP32, torch.bfloat16: abi.Dtype.BF16}
 
@@ -47,8 +48,9 @@ class _Packer:
         self.memory: list[Any] = []
         self.pages = LargePages()
         self.stored = None if model.stored is None else StoredMatrices(model.stored, library)
+        self.official = model.numerics is OFFICIAL
         quantized = [name for name, module in model.named_modules() if getattr(module, "quantized", "")]
-        self.quantized = {f"{name}.weight" for name in quantized}
+        self.quantized = {f"{name}.weight" for name in quantized if self.official}
         self.tensors = {name: parameter.data for name, parameter in model.named_parameters()}
         for parameter in model.parameters():
             parameter.data = torch.empty(0, dtype=parameter.dtype)
@@ -127,17 +129,21 @@ class _Packer:
             q_rank=config.q_lora_rank,
             window=config.sliding_window,
             uses_compress_rope=ratio != SLIDING,
+            kv_simulation=self.simulation(abi.Simulation.AS_KV_ROW),
+            query_simulation=self.simulation(abi.Simulation.AS_INDEX_ROW),
             norm_eps=config.rms_norm_eps,
         )
         if ratio != SLIDING:
             packed.state_proj = self.matrix(*(f"{key}{name}.weight" for name in state))
             packed.compressor = self.compressor(f"{key}compressor.", ratio, config.head_dim, 0)
+            packed.compressor.simulation = self.simulation(abi.Simulation.AS_KV_ROW)
         if ratio == CSA:
             columns = 4 * config.head_dim  # wkv and wgate of the two halves are before it
             packed.index_proj = self.matrix(f"{key}indexer.weights_proj.weight")
             packed.index_heads, packed.index_dim = config.index_n_heads, config.index_head_dim
             packed.index_topk = config.index_topk
             packed.indexer = self.compressor(f"{key}indexer.compressor.", ratio, config.index_head_dim, columns)
+            packed.indexer.simulation = self.simulation(abi.Simulation.AS_INDEX_ROW)
         return packed
 
     def compressor(self, key: str, ratio: int, width: int, columns: int) -> abi.Compressor:
@@ -183,6 +189,10 @@ class _Packer:
             head=self.head("mtp.0."),
             norm_eps=self.config.rms_norm_eps,
         )
+
+    def simulation(self, official: abi.Simulation) -> abi.Simulation:
+        """What rows are rounded to: with official numerics ``official``."""
+        return official if self.official else abi.Simulation.AS_COMPUTED
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 

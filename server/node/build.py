@@ -40,7 +40,7 @@ from server.model.packed import map_checkpoint
 from server.node.checks import check_device, transport_factory
 from server.node.context import NodeContext, NodeSettings
 from server.node.free_memory import FreeMemory, free_memory
-from server.node.memory_plan import MemoryPlan, plan_memory
+from server.node.memory_plan import MemoryPlan, packed_memory, plan_memory
 from server.node.options import NodeOptions
 from server.node.progress import reading_progress
 from server.sizes import size
@@ -94,21 +94,18 @@ def build_resources(
     disable_created_metrics()  # a second line for every counter, which nobody reads
     faults, deadlines = FaultSet.parse(options.faults, role), parse_deadlines(options.deadlines)
     check_device(options.device)
-    kernels = choose_kernels(
-        options.kernels,
-        options.device,
-        options.numerics,
-        kv_dtype=options.kv_dtype,
-        index_dtype=options.index_dtype,
-    )
+    kernels = choose_kernels(options.kernels, options.device)
     log.info("%s kernels (%s)", kernels.identity, kernels.reason)
     tokenizer = _load_tokenizer(options.model, options.default_max_tokens)
     chat = _chat_format(tokenizer, options)
     free = _free_memory(options.device)
-    plan = plan_memory(load_config(options.model), options, free, draft=draft, spec_tokens=spec_tokens)
+    budget = packed_memory(options, free)
+    plan = plan_memory(
+        load_config(options.model), options, free, draft=draft, spec_tokens=spec_tokens, packed_memory=budget
+    )
     for line in plan.lines():
         log.info("memory: %s", line)
-    loaded = _load_model(options, kernels, plan, draft=draft)
+    loaded = _load_model(options, kernels, budget, draft=draft)
     model = loaded.model
     arena = _make_arena(plan, options)
     allocator = Allocator(plan.geometry, permute_seed=options.permute_ids)
@@ -183,13 +180,13 @@ class _Loaded:
     draft_of_checkpoint: str
 
 
-def _load_model(options: NodeOptions, kernels: Kernels, plan: MemoryPlan, *, draft: bool) -> _Loaded:
+def _load_model(options: NodeOptions, kernels: Kernels, budget: int | None, *, draft: bool) -> _Loaded:
     dtype, deterministic = TORCH_DTYPES[options.dtype], options.deterministic
     with reading_progress("weights") as on_progress:
-        if options.weights == "packed":
+        if budget is not None:
             checkpoint = map_checkpoint(
                 options.model,
-                plan.weights_budget,
+                budget,
                 dtype=dtype,
                 deterministic=deterministic,
                 draft=draft,

@@ -33,8 +33,6 @@ class MemoryPlan:
     weights: WeightSizes
     geometry: CacheGeometry
     longest: int
-    weights_budget: int = 0
-    """Most bytes of weights in memory, where they stay in their files."""
 
     @property
     def pools(self) -> int:
@@ -69,7 +67,7 @@ class MemoryPlan:
     def parts(self) -> str:
         """The sum in words."""
         pools = f"{size(self.pools)} for {self.pages:,} pages and {self.slots:,} slots"
-        mapped = f", {size(self.weights.mapped)} more stay in their files" if self.weights.mapped else ""
+        mapped = f", {size(self.weights.mapped)} in their files" if self.weights.mapped else ""
         return f"{size(self.weights.loaded)} weights, {pools}, about {size(LIBRARIES_NBYTES)} libraries{mapped}"
 
     def lines(self) -> Iterator[str]:
@@ -90,10 +88,18 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: ModelConfig, options: NodeOptions, free: FreeMemory | None, *, draft: bool, spec_tokens: int
+    config: ModelConfig,
+    options: NodeOptions,
+    free: FreeMemory | None,
+    *,
+    draft: bool,
+    spec_tokens: int,
+    packed_memory: int | None = None,
 ) -> MemoryPlan:
     """The plan of a node. ``free`` is what ``--memory`` is a part of, and what must hold weights and pools; None: not
-    known. Raises :class:`LayoutError` with the numbers for what does not fit.
+    known. ``packed_memory`` is the most memory for weights that stay in their files; None: they are loaded.
+
+    Raises :class:`LayoutError` with the numbers for what does not fit.
     """
     components = state_components(
         config,
@@ -111,11 +117,11 @@ def plan_memory(
         spec_tokens=spec_tokens,
         components=components,
     )
-    weights, budget = weight_sizes(config, options.dtype, draft=draft, packed=options.weights == "packed"), 0
-    if options.weights == "packed":
-        budget = weights_budget(options, free)
-        weights = weights.within(budget)
-    plan = MemoryPlan(weights, geometry, config.max_position_embeddings, budget)
+    weights = weight_sizes(config, options.dtype, draft=draft, packed=packed_memory is not None)
+    if packed_memory is not None:
+        most = weights.loaded + weights.mapped
+        weights = WeightSizes(max(weights.loaded, min(packed_memory, most)), weights.mapped)
+    plan = MemoryPlan(weights, geometry, config.max_position_embeddings)
     if options.memory is not None:
         plan = _within(plan, options, options.memory, free)
     if free is not None and plan.weights.loaded + plan.pools > free.nbytes:
@@ -126,8 +132,12 @@ def plan_memory(
     return plan
 
 
-def weights_budget(options: NodeOptions, free: FreeMemory | None) -> int:
-    """``--weights-memory``, or half of what is free. Raises :class:`LayoutError` where that is not known."""
+def packed_memory(options: NodeOptions, free: FreeMemory | None) -> int | None:
+    """Most memory for weights that stay in their files: ``--weights-memory``, or half of what is free. None: they are
+    loaded. Raises :class:`LayoutError` where it is not known what is free.
+    """
+    if options.weights != "packed":
+        return None
     if options.weights_memory is not None:
         return options.weights_memory
     if free is None:

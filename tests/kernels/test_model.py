@@ -19,10 +19,12 @@ from server.model.batch import Segment
 from server.model.config import CheckpointError, load_config
 from server.model.interface import BadStep, LoadedModel
 from server.model.loader import load_model
+from server.model.numerics import OFFICIAL
 from server.model.rope import Rotation, rope_frequencies
 from server.model.state import state_components
 from tests.support.checkpoints import BUNDLED, save_official, tensors_of, write_checkpoint
 from tests.support.models import load
+from tests.support.quantized import take_for_quantized
 from tests.support.runners import make_runner, prompt
 
 PLACE = Placement(2, (3, 1))
@@ -50,11 +52,7 @@ def test_matrices_say_whose_inputs_the_reference_quantizes() -> None:
     kernels = choose_kernels("auto", "cpu")
     if kernels.library is None:
         pytest.skip(kernels.reason)
-    model = load_model(BUNDLED)
-    stored = (".wq_a", ".wq_b", ".wkv", ".wo_a", ".wo_b", ".w1", ".w2", ".w3")
-    for name, module in model.named_modules():
-        if f".{name}".endswith(stored) and "compressor" not in name:
-            module.quantized = "fp8"
+    model = take_for_quantized(load_model(BUNDLED, numerics=OFFICIAL))
     layers = PackedModel(model, kernels.library).weights.layers
     for layer in layers:
         attention, experts = layer.attention, layer.experts
@@ -62,6 +60,8 @@ def test_matrices_say_whose_inputs_the_reference_quantizes() -> None:
         no = [attention.index_proj, attention.state_proj, attention.wo_a.first, experts.gate, layer.hc_attn.fn]
         assert [each.quantized_input for each in yes] == [1] * len(yes)
         assert [each.quantized_input for each in no] == [0] * len(no)
+    plain = PackedModel(take_for_quantized(load_model(BUNDLED)), kernels.library).weights.layers
+    assert not any(layer.attention.in_proj.quantized_input for layer in plain)
 
 
 @pytest.mark.parametrize(

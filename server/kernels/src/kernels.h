@@ -58,12 +58,16 @@ struct GroupedMatrix {
     int32_t groups, pad;
 };
 
+// How a Pool stores a row, if it is neither FP32 nor BF16 (rows.h).
+enum RowFormat : int32_t { FP8_KV = 16, MXFP4_INDEX = 17, FP8_INDEX = 18 };
+
 // One layer of one component of the arena. Row r of item i lies at data + i * item_stride + r * row_stride (bytes).
 struct Pool {
     uint8_t* data;
     int64_t item_stride, row_stride;
     int32_t rows, items;   // rows of an item: the ring of a slot, the entries of a page
-    int32_t width, dtype;  // elements of one row of this layer
+    int32_t width, dtype;  // channels of one row of this layer; a Dtype or a RowFormat
+    int32_t tail, pad;     // the last channels, which FP8_KV keeps in bf16
 };
 
 // cos and sin [positions, rope_dim / 2, 2] in fp32, in blocks of `block` positions, as many as the step reaches.
@@ -81,13 +85,18 @@ struct HyperConnection {
     float hc_eps, norm_eps;
 };
 
+// What a row is rounded to when it is made, as the reference does: nothing; fp8 without the rotated channels; its
+// Hadamard transform in fp4.
+enum Simulation : int32_t { AS_COMPUTED = 0, AS_KV_ROW = 1, AS_INDEX_ROW = 2 };
+
 // One compressor. `columns`: where its wkv starts in the output of Attention::state_proj; wgate follows.
 // For ratio 4 (CSA) there are two halves A and B, rows [2 width] each = [kv | score]; else only A is used.
 struct Compressor {
     Pool state_a, state_b, entries;
     const float *ape, *norm;  // [ratio, coff width], [width]
-    int32_t ratio, width, columns, pad;
-    float norm_eps, pad2;
+    int32_t ratio, width, columns;
+    int32_t simulation;  // of its entries
+    float norm_eps, pad;
 };
 
 struct Attention {
@@ -101,6 +110,7 @@ struct Attention {
     Pool swa;
     Compressor compressor, indexer;  // ratio 0: none
     int32_t ratio, heads, head_dim, rope_dim, q_rank, window, index_heads, index_dim, index_topk, uses_compress_rope;
+    int32_t kv_simulation, query_simulation;  // of the window's rows, and of the indexer's queries
     float norm_eps, pad;
 };
 
