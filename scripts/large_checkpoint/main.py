@@ -14,6 +14,7 @@ Exit codes: 0 the tokens are the same, 1 they are not, 2 the servers could not b
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from cluster.node import Node
+from cluster.node import ClusterFailed, Node
 from cluster.nodes import Pair
 from cluster.tool import exit_code, log_folder
 from rich.console import Console
@@ -48,7 +49,7 @@ class Run:
     name: str
     weights_memory: int
     tokens: list[Any]
-    """With their log probabilities."""
+    """Each with its log probability."""
     prefill_s: float
     decode_s: float
     read_from_disk: list[int]
@@ -128,20 +129,23 @@ def _limit(pair: Pair, limit: int, stack: ExitStack) -> str:
 
 
 def _ask(node: Node, args: argparse.Namespace) -> tuple[list[Any], float, float]:
-    """Greedy tokens with their log probabilities, and the seconds until the first one and for the others. Two requests:
-    of one token, whose time is the prompt's, and of all.
-    """
+    """Greedy tokens with their log probabilities, and the seconds until the first one and for the others."""
     prompt = [3 + (i * 7919) % 400 for i in range(args.prompt_tokens)]
-    body: dict[str, Any] = {"prompt": prompt, "temperature": 0, "ignore_eos": True, "logprobs": 1}
-    started = time.monotonic()
-    node.http.post("/v1/completions", json=body | {"max_tokens": 1}, timeout=ANSWER_S).raise_for_status()
-    first = time.monotonic()
-    answer = node.http.post("/v1/completions", json=body | {"max_tokens": args.tokens}, timeout=ANSWER_S)
-    ended = time.monotonic()
-    found = answer.raise_for_status().json()["choices"][0]["logprobs"]
-    prefill_s = first - started
-    tokens = list(zip(found["tokens"], found["token_logprobs"], strict=True))
-    return tokens, prefill_s, max(ended - first - prefill_s, 1e-3)
+    body = {"prompt": prompt, "max_tokens": args.tokens, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+    found: list[Any] = []
+    times = [time.monotonic()]
+    with node.http.stream("POST", "/v1/completions", json=body | {"stream": True}, timeout=ANSWER_S) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    found += zip(
+                        *((choice["logprobs"] or {}).get(k, ()) for k in ("tokens", "token_logprobs")), strict=True
+                    )
+                times.append(time.monotonic())
+    if len(found) != args.tokens:
+        raise ClusterFailed(f"{len(found)} tokens came instead of {args.tokens}: see {node.log}")
+    return found, times[1] - times[0], max(times[-1] - times[1], 1e-3)
 
 
 def _size_of(model: Path) -> int:
@@ -171,19 +175,10 @@ def _peak(node: Node) -> int:
 
 
 def show(runs: Sequence[Run], args: argparse.Namespace, console: Console) -> None:
-    table = Table(
-        title=f"{args.model.name}: {size(_size_of(args.model))} of weights, {args.prompt_tokens} prompt tokens"
-    )
-    for column in (
-        "",
-        "weights in memory",
-        "prompt",
-        "tokens/s",
-        "from disk: P, D",
-        "mapped a token: D",
-        "resident: P, D",
-    ):
-        table.add_column(column, justify="left" if not column else "right")
+    title = f"{args.model.name}: {size(_size_of(args.model))} of weights, {args.prompt_tokens} prompt tokens"
+    table = Table(title=f"{title}; two numbers: prefill node, decode node", min_width=len(title))
+    for column in ("process", "weights", "prompt", "tokens/s", "read from disk", "disk, a token", "most resident"):
+        table.add_column(column, justify="right", no_wrap=True)
     for one in runs:
         table.add_row(
             one.name,
@@ -191,24 +186,29 @@ def show(runs: Sequence[Run], args: argparse.Namespace, console: Console) -> Non
             f"{one.prefill_s:.1f} s",
             f"{one.tokens_per_s:.2f}",
             ", ".join(size(n) for n in one.read_from_disk),
-            size(one.mapped[1] / (len(one.tokens) - 1)),
+            size(one.read_from_disk[1] / (len(one.tokens) - 1)),
             ", ".join(size(n) for n in one.peaks),
         )
     console.print(table)
     for one in runs:
-        console.print(f"{one.name}: {one.limited}")
+        passed = size(one.mapped[1] / (len(one.tokens) - 1))
+        console.print(
+            f"{one.name}: {one.limited}; {passed} of weights came into memory for a token, from disk or cache"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    logs, console = log_folder(args.logs, "large-checkpoint"), Console()
+    logs, console = log_folder(args.logs, "large-checkpoint"), Console(width=120)
 
     def work() -> int:
         limits = {"no limit": 0, size(args.limit): args.limit, size(args.more): args.more}
         runs = []
         for name, limit in limits.items():
             runs.append(run(args, logs, name, limit))
-            console.print(f"{name}: {runs[-1].tokens_per_s:.2f} tokens/s, {runs[-1].tokens}")
+            console.print(
+                f"{name}: {runs[-1].tokens_per_s:.2f} tokens/s, {[logprob for _, logprob in runs[-1].tokens]}"
+            )
         show(runs, args, console)
         same = all(one.tokens == runs[0].tokens for one in runs)
         factor = runs[2].tokens_per_s / runs[1].tokens_per_s
