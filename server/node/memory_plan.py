@@ -121,6 +121,19 @@ def plan_memory(
     return plan
 
 
+def packed_memory(options: NodeOptions, free: FreeMemory | None) -> int | None:
+    """Most memory for weights that stay in their files: ``--weights-memory``, or half of what is free. None: they are
+    loaded. Raises :class:`LayoutError` where it is not known what is free.
+    """
+    if options.weights != "packed":
+        return None
+    if options.weights_memory is not None:
+        return options.weights_memory
+    if free is None:
+        raise LayoutError("--weights packed: this system does not say how much is free; give --weights-memory")
+    return free.nbytes // 2
+
+
 def _within(plan: MemoryPlan, options: NodeOptions, limit: MemoryLimit, free: FreeMemory | None) -> MemoryPlan:
     """``plan`` with the pages and slots that ``limit`` leaves room for; those that are given stay."""
     allowed = limit.of(free)
@@ -145,6 +158,8 @@ def less_memory(options: NodeOptions) -> str:
     changes = ["fewer --pages or --slots"] if options.pages or options.slots else []
     if options.memory is not None:
         changes.append("a larger --memory")
-    if options.dtype == "float32":
+    if options.weights == "packed":
+        changes.append("a smaller --weights-memory")
+    elif options.dtype == "float32":
         changes.append("--dtype bfloat16")
     return "give " + ", ".join(changes or ["fewer --pages or --slots"])
