@@ -68,7 +68,7 @@ def _wire(text: str) -> int:
 
 
 def paper_of(args: argparse.Namespace) -> Paper:
-    """What is planned. Raises :class:`CheckpointError`, and :class:`LayoutError` where the config allows fewer tokens."""
+    """What is planned. Raises :class:`CheckpointError`, and :class:`LayoutError` for too many tokens."""
     raw = read_config(args.config)
     config = config_from(raw, args.config)
     longest = config.max_position_embeddings
