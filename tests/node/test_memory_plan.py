@@ -71,7 +71,7 @@ def test_a_part_of_what_is_not_known_is_refused_and_bytes_are_not() -> None:
     assert plan_of("600MiB", free=None).pages > 100
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "1.5 apples", "nan", "inf"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "1.5 apples", "nan", "inf"])
 def test_what_is_no_limit_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"neither a part of what is free, such as 0\.8, nor bytes"):
         memory_limit(text)
