@@ -160,6 +160,7 @@ def _generation_requests(
 ) -> list[GenerationRequest]:
     """One request for every sample of every prompt, samples of one prompt side by side."""
     requests: list[GenerationRequest] = []
+    group = response_id if len(prompts) * body.n_generated > 1 else ""
     reason = over_limit(sum(map(len, prompts)), body.n_prompt_logprobs, body.n_generated)
     if reason is not None:
         raise InvalidRequest(body.prompt_logprobs_field, reason)
@@ -174,7 +175,8 @@ def _generation_requests(
             seed = None if sampling.seed is None else sample_seed(sampling.seed, sample)
             index = len(requests)
             sample_id = f"{response_id}-{index}"
-            requests.append(GenerationRequest(sample_id, prompt_ids, replace(sampling, seed=seed), rooms[index]))
+            sampled = replace(sampling, seed=seed)
+            requests.append(GenerationRequest(sample_id, prompt_ids, sampled, rooms[index], group=group))
     return requests
 
 

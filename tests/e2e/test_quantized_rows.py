@@ -72,6 +72,7 @@ async def test_whole_grid_equals_the_local_run(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kv_dtype", ["fp8", "model"])
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("kernels", BOTH)
@@ -93,6 +94,7 @@ async def test_damaged_quantized_rows_fail_their_request_by_name(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("damage", DAMAGES)
 async def test_every_damaged_component_fails_its_request_by_name(
     model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path, damage: str

@@ -74,7 +74,7 @@ def transformed(x: torch.Tensor) -> torch.Tensor:
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < x.shape[-1]:
         matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
-    return x @ matrix / len(matrix) ** 0.5
+    return x @ matrix / math.sqrt(len(matrix))
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class PlainOfficial:
         self.rows["c4_index", layer] = keys
         q = self.linear(f"{attn}.indexer.wq_b", qr).view(n, -1, c.index_head_dim)
         q = self.index_row(rotate(q, torch.arange(n), speeds), "index queries")
-        weights = self.linear(f"{attn}.indexer.weights_proj", x) / (c.index_head_dim * c.index_n_heads) ** 0.5
+        weights = self.linear(f"{attn}.indexer.weights_proj", x) / math.sqrt(c.index_head_dim * c.index_n_heads)
         scores = torch.einsum("sh,shi->si", weights, (q @ keys.T).relu())
         best = [scores[t, :seen].sort(descending=True, stable=True).indices for t, seen in enumerate(visible)]
         return entries, [sorted(row[: c.index_topk].tolist()) for row in best]

@@ -1,10 +1,11 @@
-"""``--numerics official`` against the official forward written down once more (``plain_official.py``)."""
+"""``--numerics official`` on a quantized checkpoint, against the official forward written down once more
+(``plain_official.py``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,7 @@ from server.model.network import DeepseekV4
 from server.model.numerics import OFFICIAL
 from server.model.quantization import fp4_codes, fp8_codes
 from tests.model.plain_official import ROUNDINGS, PlainOfficial, Rows
-from tests.support.checkpoints import tensors_of, write_checkpoint
-from tests.support.quantized import quantized_weights, take_for_quantized
+from tests.support.quantized_checkpoints import Made, make_quantized
 from tests.support.runners import make_runner, prompt
 
 SHAPE: dict[str, Any] = {
@@ -69,15 +69,13 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("official")
-    write_checkpoint(path, seed=11, draft=True, **SHAPE)
-    return path
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make_quantized(tmp_path_factory.mktemp("official"), seed=11, **SHAPE)
 
 
 @pytest.fixture(scope="module")
-def run(checkpoint: Path) -> Run:
-    model = take_for_quantized(load_model(checkpoint, draft=True, numerics=OFFICIAL))
+def run(made: Made) -> Run:
+    model = load_model(made.path, draft=True, numerics=OFFICIAL)
     before, after = list[torch.Tensor](), list[torch.Tensor]()
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda _, args: before.append(args[0][:N]))
@@ -90,7 +88,7 @@ def run(checkpoint: Path) -> Run:
 
 def stored_rows(runner: ModelRunner, n: int) -> Rows:
     """Every live row after ``n`` tokens, by component and layer."""
-    layout, found = runner.arena.layout, {}
+    layout, found = runner.arena.layout, Rows()
     for name, runs in layout.live_runs(n, PLACE).items():
         component = layout.component(name)
         if component.layer_ids and runs:
@@ -109,11 +107,11 @@ def codes_of(name: str, rows: torch.Tensor, rope_dim: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def plain_official(checkpoint: Path, run: Run) -> Callable[..., PlainOfficial]:
-    tensors, quantized = tensors_of(checkpoint), set(quantized_weights(run.model.config, draft=True))
+def plain_official(made: Made) -> Callable[..., PlainOfficial]:
+    quantized = {key for key in made.stored if key.removesuffix("weight") + "scale" in made.stored}
 
     def make(*without: str) -> PlainOfficial:
-        return PlainOfficial(tensors, run.model.config, quantized, frozenset(without))
+        return PlainOfficial(made.numbers, made.config, quantized, frozenset(without))
 
     return make
 
