@@ -11,29 +11,24 @@ from typing import Any
 from server.model.config import SLIDING, CheckpointError
 from server.model.fields import FIELDS
 
-KNOWN = {path.stem: path for path in sorted((Path(__file__).parent / "configs").glob("*.json"))}
-"""The configs of the official releases, by name."""
+from .releases import NAMES, QUANTIZATION, config_of_release
+
 FORMATS = ("official", "base", "bf16", "fp32")
 DRAFTS = ("nextn", "dspark", "none")
-QUANTIZATION: dict[str, Any] = {
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "quant_method": "fp8",
-    "scale_fmt": "ue8m0",
-    "weight_block_size": [128, 128],
-}
 EXPERTS = {"official": "fp4", "base": "fp8"}
 DSPARK_STAGES = 3
 _DSPARK = "dspark_"
 
 
 def read_config(text: str) -> dict[str, Any]:
-    """The config of a directory, a file, or one of :data:`KNOWN`. Raises :class:`CheckpointError`."""
-    path = KNOWN.get(text, Path(text))
+    """The config of a directory, a file, or one of :data:`.releases.NAMES`. Raises :class:`CheckpointError`."""
+    if text in NAMES:
+        return config_of_release(text)
+    path = Path(text)
     if path.is_dir():
         path /= "config.json"
     if not path.is_file():
-        raise CheckpointError(f"there is no {path}: give --config a directory, a config.json, or {' or '.join(KNOWN)}")
+        raise CheckpointError(f"there is no {path}: give --config a directory, a config.json, or {' or '.join(NAMES)}")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -28,9 +28,10 @@ from server.model.config import CheckpointError
 from server.node.options import BUNDLED_MODEL
 from server.sizes import nbytes_of
 
-from .config import DRAFTS, FORMATS, KNOWN, draft_of, read_config, with_changes, with_draft, with_format
+from .config import DRAFTS, FORMATS, draft_of, read_config, with_changes, with_draft, with_format
 from .files import FilesError
 from .making import SHARD_NBYTES, random_weights, stored_tensors, stored_weights, write_checkpoint
+from .releases import NAMES
 from .table import print_table
 from .tokenizer import fitting_tokenizer
 from .writing import Weights
@@ -42,7 +43,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("output", nargs="?", type=Path, metavar="DIR", help="the directory to make")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--config", metavar="CONFIG", help=f"a directory, a config.json, or {', '.join(KNOWN)}")
+    source.add_argument("--config", metavar="CONFIG", help=f"a directory, a config.json, or {', '.join(NAMES)}")
     source.add_argument(
         "--from",
         dest="source",

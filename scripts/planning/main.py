@@ -14,7 +14,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from checkpoint_making.config import KNOWN, draft_of, read_config
+from checkpoint_making.config import draft_of, read_config
+from checkpoint_making.releases import NAMES
 from rich.console import Console
 from rich.table import Table
 
@@ -35,7 +36,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--config", required=True, metavar="CONFIG", help=f"a directory, a config.json, or {', '.join(KNOWN)}"
+        "--config", required=True, metavar="CONFIG", help=f"a directory, a config.json, or {', '.join(NAMES)}"
     )
     parser.add_argument("--context", type=positive, default=65536, metavar="N", help="tokens of a request (65536)")
     parser.add_argument("--slots", type=positive, default=8, metavar="N", help="requests of that length at once (8)")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoint_making.formats import formats_of, row_chunks, scale_of
 from checkpoint_making.main import main
+from checkpoint_making.releases import NAMES, config_of_release
 from safetensors.torch import load_file
 
 from server.model.config import load_config
@@ -175,15 +176,13 @@ def test_the_list_ends_with_the_totals_of_the_published_checkpoints(
     assert any(line.startswith("layers.*.ffn.experts.*.w1.weight ") for line in lines)
 
 
-def test_the_configs_beside_the_script_are_the_official_ones() -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_the_configs_of_the_releases_are_the_official_ones(name: str) -> None:
     official = Path(__file__).parents[4] / "shared" / "data" / "dsv4"
     if not official.is_dir():
         pytest.skip("the official configs are not beside this checkout")
-    own = Path(__file__).parents[3] / "scripts" / "checkpoint_making" / "configs"
-    for name in ("flash", "pro"):
-        assert json.loads((own / f"{name}.json").read_text()) == json.loads(
-            (official / name / "config.json").read_text()
-        )
+    expected = json.loads((official / name / "config.json").read_text())
+    assert config_of_release(name) == {"expert_dtype": "fp4"} | expected
 
 
 @pytest.mark.parametrize(
