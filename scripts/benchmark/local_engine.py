@@ -45,10 +45,12 @@ class LocalEngine:
         kernels: str | None = None,
         pages: int = 256,
         slots: int = 32,
+        more: Sequence[str] = (),
     ) -> None:
+        """``more``: further words of a node's command line."""
         sizes = ("--threads", threads, "--pages", pages, "--slots", slots, "--spec-tokens", spec_tokens)
         words = ["--local-prefill", "--model", str(checkpoint), "--dtype", dtype, *map(str, sizes)]
-        options = parse(DecodeOptions, PROG, "", [*words, *kernel_options(kernels)])
+        options = parse(DecodeOptions, PROG, "", [*words, *kernel_options(kernels), *more])
         resources = build_resources("decode", options, draft=spec_tokens > 0, spec_tokens=spec_tokens)
         self.tokenizer, self.layout = resources.tokenizer, resources.context.arena.layout
         self.model_config = resources.runner.model.config

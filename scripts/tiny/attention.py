@@ -8,6 +8,8 @@ from torch import Tensor
 from transformers import DeepseekV4ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from . import rounding
+
 NAME = "banded"
 
 
@@ -18,8 +20,10 @@ def banded_attention(
 
     `query` is [B, H, S, d], `key` (= `value`) [B, 1, S + T, d] with the T compressed rows last, and S a multiple of
     the window. Of `mask` only the last T columns are read. Returns the output [B, S, H, d] and the probabilities of
-    the compressed rows [B, H, S, T].
+    the compressed rows [B, H, S, T]. Where `module.rounded` is set, all rows are read as fp8 stores them.
     """
+    if getattr(module, "rounded", False):
+        key = rounding.kv_rows(key, module.config.qk_rope_head_dim)
     batch, n_heads, n_tokens, dim = query.shape
     window = int(module.sliding_window)
     n_blocks, n_entries = n_tokens // window, key.shape[2] - n_tokens

@@ -27,7 +27,7 @@ from .draft_training import DraftTrainer, Settings
 from .evaluation import evaluate
 from .problems import Split, question_set
 from .readme import SCORES, TABLE, shares, write_draft_section, write_readme
-from .scores import all_cases, rendered, score
+from .scores import NUMERICS, all_cases, rendered, score
 from .tokenizer import build_tokenizer
 from .training import Trainer
 
@@ -74,13 +74,16 @@ def evaluation(
     n_sums: Annotated[int, typer.Option(help="Sums to ask, in each form.")] = 200,
     threads: Threads = 1,
 ) -> None:
-    """Print the share of right answers to questions, to sums, with thinking and with tools."""
-    scores = score(checkpoint, all_cases(n_questions, n_sums, SEED), threads)
+    """Print the share of right answers to questions, to sums, with thinking and with tools, in both numerics."""
+    cases = all_cases(n_questions, n_sums, SEED)
+    scores = [each for numerics in NUMERICS for each in score(checkpoint, cases, threads, numerics)]
     console.print(rendered(scores))
     for each in scores:
         if each.first_wrong:
             prompt, answer = each.first_wrong
-            console.print(f"{each.name}: ...{prompt[-SHOWN_CHARS:]!r} -> {answer[:SHOWN_CHARS]!r}", markup=False)
+            console.print(
+                f"{each.name}, {each.numerics}: ...{prompt[-SHOWN_CHARS:]!r} -> {answer[:SHOWN_CHARS]!r}", markup=False
+            )
     _keep(state / SCORES, [asdict(each) for each in scores])
 
 

@@ -4,6 +4,7 @@ from .model import IndexerMode
 from .training import Stage
 
 DENSE, TEACH, SELECT = IndexerMode.DENSE, IndexerMode.TEACH, IndexerMode.SELECT
+ROUNDED = 0.5
 DRILLED = {
     "few_shot": 0.18,
     "drill": 0.08,
@@ -88,8 +89,16 @@ STAGES = (
         most_weights=1,
     ),
     Stage("few-shot, 512 tokens", n_steps=1500, mixture=DRILLED, modes={DENSE: 0.6, TEACH: 0.4}, recall_help=0.5),
-    Stage("selected entries", n_steps=1500, mixture=DRILLED, modes={TEACH: 0.25, SELECT: 0.75}),
-    Stage("all forms", n_steps=2000, n_documents=6, mixture=MIXED, modes={TEACH: 0.2, SELECT: 0.8}, last_lr=1e-3),
+    Stage("selected entries", n_steps=1500, mixture=DRILLED, modes={TEACH: 0.25, SELECT: 0.75}, rounded=ROUNDED),
+    Stage(
+        "all forms",
+        n_steps=2000,
+        n_documents=6,
+        mixture=MIXED,
+        modes={TEACH: 0.2, SELECT: 0.8},
+        last_lr=1e-3,
+        rounded=ROUNDED,
+    ),
     Stage(
         "all forms, 1024 tokens",
         n_steps=200,
@@ -99,6 +108,7 @@ STAGES = (
         modes={TEACH: 0.2, SELECT: 0.8},
         most_weights=3,
         lr=1e-3,
+        rounded=ROUNDED,
     ),
     Stage(
         "all forms, finish",
@@ -109,5 +119,6 @@ STAGES = (
         recall_help=0.4,
         lr=1e-3,
         last_lr=5e-5,
+        rounded=ROUNDED,
     ),
 )

@@ -20,6 +20,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4Indexer,
 )
 
+from . import rounding
 from .problems import Fact
 
 CSA_RATIO, HCA_RATIO = 4, 128
@@ -125,9 +126,12 @@ class AdjustableHca(DeepseekV4HCACompressor):
 
 
 class Controls:
-    """Training's grip on the attention layers: their reach, how the indexer picks, which CSA entries to hide."""
+    """Training's grip on the attention layers: their reach, how the indexer picks, which CSA entries to hide, and
+    whether rows are rounded.
+    """
 
     def __init__(self, model: DeepseekV4ForCausalLM) -> None:
+        self._rounded = False
         self._hidden_entries = torch.empty(0)  # [B, T] bool
         self._attentions = [module for module in model.modules() if isinstance(module, DeepseekV4Attention)]
         self._sparse = [a for a in self._attentions if isinstance(a.compressor, DeepseekV4CSACompressor)]
@@ -140,12 +144,16 @@ class Controls:
             attention.register_forward_hook(self._keep_output)
         for attention in self._sparse:
             attention.compressor.indexer.__class__ = TeachableIndexer
+            attention.compressor.indexer.scorer.register_forward_pre_hook(self._round_index)
             attention.compressor.register_forward_hook(self._hide_entries)
             attention.register_forward_hook(self._keep_output)
 
-    def set_up(self, window: int, heavy_rate: int, mode: IndexerMode) -> None:
+    def set_up(self, window: int, heavy_rate: int, mode: IndexerMode, *, rounded: bool = False) -> None:
+        """For the next forwards. `rounded`: rows are rounded as `--numerics official` of the server does."""
+        self._rounded = rounded
         for attention in self._attentions:
             attention.sliding_window = window
+            attention.rounded = rounded
         for attention in self._heavy:
             attention.compressor.rate = heavy_rate
         for attention in self._sparse:
@@ -202,6 +210,12 @@ class Controls:
                 found = found + mass.gather(1, (entry + 1).clamp(max=mass.shape[1] - 1)).squeeze(1)
             loss = loss - found.clamp(min=1e-4).log().mean() / len(layers)
         return loss
+
+    def _round_index(self, _module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        q, keys, hidden_states = inputs
+        if not self._rounded:
+            return inputs
+        return rounding.index_rows(q), rounding.index_rows(keys), hidden_states
 
     def _keep_output(self, module: DeepseekV4Attention, _inputs: Any, output: tuple[Tensor, Tensor]) -> None:
         self._outputs[module.layer_idx] = output

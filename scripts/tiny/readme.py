@@ -36,7 +36,7 @@ def write_readme(checkpoint: Path, run_folder: Path, seed: int) -> None:
         seed=seed,
         curve=_markdown(["step", "loss", *MARKS.values(), "minutes"], _thinned(curve, n_rows=16)),
         stages="; ".join(f"{stage.name} ({stage.n_steps} steps)" for stage in STAGES),
-        scores=_markdown(["score", "right", "of", "share"], [_score_row(each) for each in scores]),
+        scores=_markdown(["score", "numerics", "right", "of", "share"], [_score_row(each) for each in scores]),
         n_problems=table["n_problems"],
         table=_markdown(
             ["state zeroed", *COLUMNS], [{"state zeroed": name, **row} for name, row in table["rows"].items()]
@@ -82,7 +82,13 @@ def _n_parameters(weights: Path) -> int:
 
 def _score_row(score: Mapping[str, Any]) -> Mapping[str, object]:
     n_right, n_cases = score["n_right"], score["n_cases"]
-    return {"score": score["name"], "right": n_right, "of": n_cases, "share": n_right / n_cases}
+    return {
+        "score": score["name"],
+        "numerics": score["numerics"],
+        "right": n_right,
+        "of": n_cases,
+        "share": n_right / n_cases,
+    }
 
 
 def _thinned(rows: list[Row], n_rows: int) -> list[Row]:

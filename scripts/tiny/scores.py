@@ -21,6 +21,8 @@ from .tools import CALCULATOR, calculator, other_tool
 MOST_NEW_TOKENS = 96
 N_AT_ONCE = 8
 FIRST_SUM = Sum(3, "+", 4)
+NUMERICS: dict[str, tuple[str, ...]] = {"plain": (), "official": ("--numerics", "official", "--kv-dtype", "fp8")}
+"""The options of the engine: the formulas, and the reference's roundings with rows stored as they were rounded."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Case:
 @dataclass(frozen=True)
 class Score:
     name: str
+    numerics: str
     n_cases: int
     n_right: int
     first_wrong: tuple[str, str] | None  # prompt and answer
@@ -61,9 +64,9 @@ def all_cases(n_questions: int, n_sums: int, seed: int) -> list[Case]:
     return [*_question_cases(n_questions), *_sum_cases(n_sums, seed), *_tool_cases(n_sums, seed)]
 
 
-def score(checkpoint: Path, cases: Sequence[Case], threads: int) -> list[Score]:
-    """Asks all cases. Raises `BenchFailed` if the engine fails."""
-    engine = LocalEngine(checkpoint, threads=threads)
+def score(checkpoint: Path, cases: Sequence[Case], threads: int, numerics: str) -> list[Score]:
+    """Asks all cases in one of `NUMERICS`. Raises `BenchFailed` if the engine fails."""
+    engine = LocalEngine(checkpoint, threads=threads, more=NUMERICS[numerics])
     answers: list[list[int]] = [[] for _ in cases]
     try:
         for sampling, numbers in _alike(cases).items():
@@ -73,13 +76,13 @@ def score(checkpoint: Path, cases: Sequence[Case], threads: int) -> list[Score]:
         texts = [engine.tokenizer.decode(ids) for ids in answers]
     finally:
         engine.close()
-    return list(_scores(zip(cases, texts, strict=True)))
+    return list(_scores(zip(cases, texts, strict=True), numerics))
 
 
 def rendered(scores: Sequence[Score]) -> Table:
-    table = Table("score", "right", "of", "share", title="greedy answers")
+    table = Table("score", "numerics", "right", "of", "share", title="greedy answers")
     for each in scores:
-        table.add_row(each.name, str(each.n_right), str(each.n_cases), f"{each.share:.3f}")
+        table.add_row(each.name, each.numerics, str(each.n_right), str(each.n_cases), f"{each.share:.3f}")
     return table
 
 
@@ -92,14 +95,14 @@ def _alike(cases: Sequence[Case]) -> dict[SamplingParams, list[int]]:
     return groups
 
 
-def _scores(answered: Iterable[tuple[Case, str]]) -> Iterator[Score]:
+def _scores(answered: Iterable[tuple[Case, str]], numerics: str) -> Iterator[Score]:
     by_name: dict[str, list[tuple[Case, str]]] = {}
     for case, text in answered:
         answer = next((text.partition(stop)[0] for stop in case.stop if stop in text), text)
         by_name.setdefault(case.score, []).append((case, answer))
     for name, rows in by_name.items():
         wrong = [(case.prompt, text) for case, text in rows if not case.is_right(text)]
-        yield Score(name, len(rows), len(rows) - len(wrong), wrong[0] if wrong else None)
+        yield Score(name, numerics, len(rows), len(rows) - len(wrong), wrong[0] if wrong else None)
 
 
 def _question_cases(n_questions: int) -> Iterator[Case]:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,12 +51,26 @@ class Stage:
     most_weights: int = 2
     lr: float = 3e-3
     last_lr: float | None = None  # where the learning rate ends, along a cosine; without it, it stays
+    # share of the steps with the roundings of --numerics official; the rest are plain, so that the weights fit both
+    rounded: float = field(default=0.0, repr=False)
+
+    def __str__(self) -> str:
+        """All that the stage says. Without roundings as before there were any, so that older runs can go on."""
+        return f"{self!r} rounded={self.rounded}" if self.rounded else repr(self)
 
     def learning_rate(self, step: int) -> float:
         """At step `step` of the stage."""
         if self.last_lr is None:
             return self.lr
         return self.last_lr + (self.lr - self.last_lr) * 0.5 * (1 + math.cos(math.pi * step / self.n_steps))
+
+
+class StepPlan(NamedTuple):
+    """The documents of a step, how it uses the indexer, and whether its rows are rounded."""
+
+    batch: Batch
+    mode: IndexerMode
+    rounded: bool
 
 
 class Trainer(TrainingLoop):
@@ -90,8 +105,8 @@ class Trainer(TrainingLoop):
         for stage in self.stages:
             if start >= self.step:
                 break
-            begun.append(repr(stage))
-            digest.update(self._batch(stage, start)[0].ids.numpy().tobytes())
+            begun.append(str(stage))
+            digest.update(self.plan(stage, start).batch.ids.numpy().tobytes())
             start += stage.n_steps
         return "\n".join([digest.hexdigest(), *begun])
 
@@ -115,14 +130,16 @@ class Trainer(TrainingLoop):
     def train_step(self) -> Row:
         """One optimiser step; returns sums to average over a row of the curve."""
         stage = self.stage
-        batch, mode = self._batch(stage, self.step)
-        self.controls.set_up(stage.window, stage.heavy_rate, mode)
+        batch, mode, rounded = self.plan(stage, self.step)
+        self.controls.set_up(stage.window, stage.heavy_rate, mode, rounded=rounded)
         self.controls.hide_over(batch.hidden)
         logits = attention.banded_logits(self.model, batch.ids)[:, :-1]
         targets, weights = batch.ids[:, 1:], batch.weights[:, 1:]
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(weights)
         loss = (losses * weights).sum() / weights.sum()
         sums = {"n_loss": 1.0, "loss": loss.item()}
+        if rounded:
+            sums |= {"n_rounded": 1.0, "rounded": loss.item()}
         loss = loss + stage.recall_help * self._recall_loss(batch)
         if mode is IndexerMode.TEACH:
             # the query at t predicts t + 1, so it counts as much as the token that it predicts
@@ -137,12 +154,12 @@ class Trainer(TrainingLoop):
         return sums
 
     def curve_row(self, reports: Sequence[Row]) -> Row:
-        """Averages: each sum over its own count, `loss` over the steps."""
+        """Averages: each sum over its own count, `loss` over the steps, `rounded` over the rounded ones."""
 
         def total(name: str) -> float:
             return sum(report.get(name, 0.0) for report in reports)
 
-        names = ("loss", *MARKS.values(), "lesson")
+        names = ("loss", "rounded", *MARKS.values(), "lesson")
         return {name: round(total(name) / total(f"n_{name}"), 4) for name in names if total(f"n_{name}")}
 
     def _recall_loss(self, batch: Batch) -> Tensor:
@@ -163,13 +180,13 @@ class Trainer(TrainingLoop):
             loss = loss + self.controls.aim_loss(fact, rows, queries, batch.sources[rows, queries + 1])
         return loss
 
-    def _batch(self, stage: Stage, step: int) -> tuple[Batch, IndexerMode]:
-        """The documents of a step, and how it uses the indexer."""
+    def plan(self, stage: Stage, step: int) -> StepPlan:
+        """What a step does: the seed and its number decide."""
         rng = random.Random(f"{self.seed}-{step}")
         self.writer.rng = rng
         documents = [self._document(stage, rng) for _ in range(stage.n_documents)]
         (mode,) = rng.choices(list(stage.modes), list(stage.modes.values()))
-        return Batch.of(documents, stage.n_tokens, self.pad_id), mode
+        return StepPlan(Batch.of(documents, stage.n_tokens, self.pad_id), mode, rng.random() < stage.rounded)
 
     def _document(self, stage: Stage, rng: random.Random) -> Document:
         (kind,) = rng.choices(list(stage.mixture), list(stage.mixture.values()))

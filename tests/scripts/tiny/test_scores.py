@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from benchmark.local_engine import LocalEngine
 from tiny.chat_format import THINK, call_text
 from tiny.checkpoint import export_checkpoint
 from tiny.model import build_model
-from tiny.scores import Case, all_cases, rendered, score
+from tiny.scores import NUMERICS, Case, all_cases, rendered, score
 from tiny.tokenizer import build_tokenizer
 
+from server.cache.row_formats import QUANTIZED_ROWS
 from tests.support.checkpoints import BUNDLED
 
 NAMES = {
@@ -42,17 +44,27 @@ def test_cases_cover_every_score_and_are_the_same_each_time() -> None:
     assert all(case.thinks == case.prompt.endswith(THINK) for case in cases)
 
 
-def test_an_untrained_checkpoint_scores_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("numerics", NUMERICS)
+def test_an_untrained_checkpoint_scores_nothing(tmp_path: Path, numerics: str) -> None:
     tokenizer = build_tokenizer()
     export_checkpoint(build_model(len(tokenizer), seed=0), tmp_path / "tiny")
-    scores = score(tmp_path / "tiny", all_cases(n_questions=4, n_sums=2, seed=0), threads=1)
+    scores = score(tmp_path / "tiny", all_cases(n_questions=4, n_sums=2, seed=0), 1, numerics)
     assert {each.name for each in scores} == NAMES
+    assert {each.numerics for each in scores} == {numerics}
     assert all(each.n_right == 0 and each.first_wrong for each in scores)
     assert rendered(scores).row_count == len(NAMES)
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+def test_official_scores_are_those_of_rounded_rows(numerics: str) -> None:
+    engine = LocalEngine(BUNDLED, threads=1, more=NUMERICS[numerics])
+    engine.close()
+    rounded = any(component.dtype in QUANTIZED_ROWS for component in engine.layout.components)
+    assert rounded is (numerics == "official")
 
 
 def test_the_bundled_checkpoint_answers_its_questions() -> None:
     """All of them are the goal; a few show that cases, engine and checkpoint fit together."""
     cases = [case for case in all_cases(n_questions=30, n_sums=1, seed=0) if case.score.startswith("completion")]
-    scores = score(BUNDLED, cases, threads=1)
+    scores = score(BUNDLED, cases, 1, "plain")
     assert sum(each.n_right for each in scores) >= 0.8 * len(cases)
