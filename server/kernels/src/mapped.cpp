@@ -94,4 +94,9 @@ void MappedRange::let_go() const { advise(Pages(*this, AROUND), MADV_DONTNEED); 
 
 int64_t MappedRange::in_memory() const { return static_cast<int64_t>(Pages(*this, AROUND).nbytes); }
 
+int64_t MappedRange::most_in_memory() const {
+    constexpr auto around = static_cast<int64_t>(AROUND);
+    return nbytes ? (nbytes + around - 2) / around * around + around : 0;
+}
+
 }  // namespace kernels

@@ -24,6 +24,7 @@ struct MappedRange {
     bool bring_in() const;    // reads them now; false: they cannot be read
     void let_go() const;      // they and what is around them are not part of this process any more
     int64_t in_memory() const;  // bytes of them and what is around them
+    int64_t most_in_memory() const;  // the same, wherever the system maps the file
 };
 
 }  // namespace kernels

@@ -34,6 +34,7 @@ struct Ranges {
         scale = {tensor.scale + first * width, (end - first) * width, tensor.scale_map, tensor.scale_map_nbytes};
     }
     int64_t in_memory() const { return data.in_memory() + scale.in_memory(); }
+    int64_t most_in_memory() const { return data.most_in_memory() + scale.most_in_memory(); }
     void ask_ahead() const {
         data.ask_ahead();
         scale.ask_ahead();
@@ -45,12 +46,14 @@ struct Ranges {
     }
 };
 
+// Of every process that maps these files, so that a budget which is enough once always is.
 int64_t largest_slab(const StoredTensor* tensors, int64_t count) {
     int64_t most = 0;
     for (int64_t i = 0; i < count; i++)
         if (tensors[i].use != BY_ROW)
             for (int64_t row = 0, rows = rows_of_slab(tensors[i]); row < tensors[i].rows; row += rows)
-                most = std::max(most, Ranges(tensors[i], row, std::min<int64_t>(rows, tensors[i].rows - row)).in_memory());
+                most = std::max(most,
+                                Ranges(tensors[i], row, std::min<int64_t>(rows, tensors[i].rows - row)).most_in_memory());
     return most;
 }
 
