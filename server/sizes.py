@@ -16,7 +16,7 @@ def nbytes_of(text: str) -> int:
     """Bytes of ``500MB``, ``1.5GiB`` or ``4096``, in capitals or not. Raises :class:`ValueError`."""
     match = _PATTERN.fullmatch(text.strip())
     factor = None if match is None else _UNITS.get(match[2].lower())
-    if match is None or factor is None:
+    if match is None or factor is None or (factor == 1 and "." in match[1]):
         raise ValueError(f"{text!r} is no number of bytes, such as 500MB, 1.5GiB or 4096")
     return int(float(match[1]) * factor)
 

@@ -28,7 +28,7 @@ SHARED_BY_THE_ROLES = (
 )
 ARROWS: dict[str, tuple[str, ...]] = {
     "server.model": ("server.model", "server.cache"),
-    "server.kernels": ("server.kernels", "server.model", "server.cache"),
+    "server.kernels": ("server.kernels", "server.model", "server.cache", "server.memory"),
     "server.cache": ("server.cache", "server.failure", "server.sizes"),
     "server.engine": ("server.engine", "server.model", "server.kernels.sampling", "server.cache", "server.failure"),
     "server.transfer": ("server.transfer", "server.cache", "server.failure", "server.memory"),

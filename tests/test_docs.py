@@ -16,6 +16,7 @@ import cuda_check.main as cuda_check
 import demo.main as demo
 import fault_cases.main as faults
 import fuzzing.main as fuzz
+import large_checkpoint.main as large_checkpoint
 import planning.main as plan
 import pytest
 import soaking.main as soak
@@ -59,6 +60,7 @@ PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "explain.py": timeline.main,
     "check_cuda.py": cuda_check.parse_args,
     "make_checkpoint.py": make_checkpoint.parse_args,
+    "large_checkpoint.py": large_checkpoint.parse_args,
     "plan.py": plan.parse_args,
 }
 RUN_ELSEWHERE = ("curl", "test", "-m", "kubectl", "(umask", "setup")
@@ -208,6 +210,7 @@ def test_named_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
         walk.main,
         timeline.parse_args,
         make_checkpoint.parse_args,
+        large_checkpoint.parse_args,
         plan.parse_args,
     )
     helps = "".join(help_of(command, capsys) for command in commands)

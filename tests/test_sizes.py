@@ -24,7 +24,7 @@ def test_sizes_are_read_in_powers_of_ten_and_of_two(text: str, nbytes: int) -> N
     assert nbytes_of(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "12 apples", "-3GB", "1e9", "0x10", "nan"])
+@pytest.mark.parametrize("text", ["", "GiB", "12 apples", "-3GB", "1e9", "0x10", "nan", "1.5", "0.8B"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no number of bytes, such as 500MB, 1\.5GiB or 4096"):
         nbytes_of(text)

@@ -25,8 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from server.model.config import CheckpointError
-from server.node.options import BUNDLED_MODEL
-from server.sizes import nbytes_of
+from server.node.options import BUNDLED_MODEL, memory_size
 
 from .config import DRAFTS, FORMATS, draft_of, read_config, with_changes, with_draft, with_format
 from .files import FilesError
@@ -59,7 +58,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers (0)")
     parser.add_argument(
         "--shard-size",
-        type=_nbytes,
+        type=memory_size,
         default=SHARD_NBYTES,
         metavar="BYTES",
         help="most bytes of one file, such as 500MB (5GB)",
@@ -80,13 +79,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.seed < 0:
         parser.error(f"--seed must not be negative, not {args.seed}")
     return args
-
-
-def _nbytes(text: str) -> int:
-    try:
-        return max(1, nbytes_of(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def target_config(args: argparse.Namespace) -> dict[str, Any]:

@@ -5,7 +5,8 @@
 
 --config takes a directory, a config.json, or the name of an official release's config (flash, pro). The numbers are
 those that a node plans with (--memory, --doctor) and sends: every row format beside each other, and the components of
-the one that --kv-dtype and --index-dtype name. Exit codes: 0 done, 2 the config cannot be served.
+the one that --kv-dtype and --index-dtype name. Exit codes: 0 done, 2 the config cannot be served, or not for so many
+tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from server.sizes import nbytes_of, size
 
 from .paper import ROW_FORMATS, Paper, RowFormat
 
+CONTEXT = 65536
 LENGTHS = (1000, 4096, 8191, 65536, 1048575)
 _MIB = 1 << 20
 
@@ -38,7 +40,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--config", required=True, metavar="CONFIG", help=f"a directory, a config.json, or {', '.join(NAMES)}"
     )
-    parser.add_argument("--context", type=positive, default=65536, metavar="N", help="tokens of a request (65536)")
+    parser.add_argument(
+        "--context", type=positive, metavar="N", help=f"tokens of a request ({CONTEXT}, or what the config allows)"
+    )
     parser.add_argument("--slots", type=positive, default=8, metavar="N", help="requests of that length at once (8)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="the model's (bfloat16)")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default=MODEL, help="rows of the component table (model)")
@@ -48,34 +52,57 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--page-size", type=positive, default=256, metavar="N", help="tokens of a page (256)")
     parser.add_argument("--wire", type=_wire, metavar="BYTES/s", help="seconds of a hand-off at this rate, as 25GB/s")
     parser.add_argument(
-        "--tokens", type=positive, nargs="+", default=LENGTHS, metavar="N", help=f"prompt lengths {LENGTHS}"
+        "--tokens", type=positive, nargs="+", metavar="N", help=f"prompt lengths {LENGTHS}, as far as they can be"
     )
     return parser.parse_args(argv)
 
 
 def _wire(text: str) -> int:
     try:
-        return max(1, nbytes_of(text.removesuffix("/s")))
+        rate = nbytes_of(text.removesuffix("/s"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate, such as 25GB/s") from None
+        rate = 0
+    if not rate:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate, such as 25GB/s")
+    return rate
 
 
 def paper_of(args: argparse.Namespace) -> Paper:
-    """What is planned. Raises :class:`CheckpointError`."""
+    """What is planned. Raises :class:`CheckpointError`, and :class:`LayoutError` for too many tokens."""
     raw = read_config(args.config)
     config = config_from(raw, args.config)
+    longest = config.max_position_embeddings
+    context = min(CONTEXT, longest) if args.context is None else args.context
+    if context > longest:
+        raise LayoutError(
+            f"--context {context:,}: max_position_embeddings allows {longest:,} tokens, prompt and answer"
+        )
     draft = draft_of(raw) == "nextn" if args.draft is None else args.draft == "on"
-    return Paper(config, args.dtype, args.context, args.slots, args.page_size, draft, args.spec_tokens)
+    return Paper(config, args.dtype, context, args.slots, args.page_size, draft, args.spec_tokens)
+
+
+def prompt_lengths(args: argparse.Namespace, longest: int) -> Sequence[int]:
+    """Tokens of the prompts whose hand-off is told; each leaves one of ``longest`` to the answer. Raises
+    :class:`LayoutError` for a longer one.
+    """
+    if args.tokens is None:
+        return [n for n in LENGTHS if n < longest] or [longest - 1]
+    if (most := max(args.tokens)) >= longest:
+        raise LayoutError(
+            f"--tokens {most:,}: max_position_embeddings allows {longest:,} tokens, one of them for the answer"
+        )
+    return list(args.tokens)
 
 
 def report(args: argparse.Namespace, console: Console) -> None:
     """Prints everything. Raises :class:`CheckpointError` and :class:`LayoutError`."""
     paper = paper_of(args)
+    lengths = prompt_lengths(args, paper.config.max_position_embeddings)
     chosen = RowFormat(args.kv_dtype, args.index_dtype)
     console.print(_head(paper.config, paper), "")
     for line in paper.node(chosen).lines():
         console.print(line)
-    console.print("", _weights(paper), "", _nodes(paper), "", _handoffs(paper, args.tokens, args.wire))
+    console.print("", _weights(paper), "", _nodes(paper), "", _handoffs(paper, lengths, args.wire))
 
 
 def _head(config: ModelConfig, paper: Paper) -> str:

@@ -12,7 +12,7 @@ from server.model.draft import Draft, draft_of
 from server.model.tensor_files import TensorHeader, tensor_headers
 from server.node.checks import check_model
 from server.node.free_memory import FreeMemory, free_memory
-from server.node.memory_plan import LIBRARIES_NBYTES, MemoryPlan, less_memory, plan_memory
+from server.node.memory_plan import LIBRARIES_NBYTES, MemoryPlan, less_memory, packed_memory, plan_memory
 from server.sizes import size
 
 TIGHT = 0.9
@@ -45,7 +45,8 @@ def needed_memory(plan: NodePlan, free: FreeMemory | None = None) -> MemoryPlan:
     config, draft = load_config(options.model), plan.draft
     if draft is None:
         draft = kind_of_draft(tensor_headers(options.model)) is Draft.NEXTN
-    return plan_memory(config, options, free, draft=draft, spec_tokens=plan.spec_tokens)
+    budget = packed_memory(options, free or free_memory())
+    return plan_memory(config, options, free, draft=draft, spec_tokens=plan.spec_tokens, packed_memory=budget)
 
 
 def kind_of_draft(headers: list[TensorHeader]) -> Draft:

@@ -20,6 +20,12 @@ class Encoding(IntEnum):
     STORED_FP4 = 3
 
 
+class StoredUse(IntEnum):
+    BY_CHOICE = 0
+    EVERY_STEP = 1
+    BY_ROW = 2
+
+
 class RowFormat(IntEnum):
     FP8_KV = 16
     MXFP4_INDEX = 17
@@ -42,12 +48,14 @@ class Status(IntEnum):
     BAD_SEGMENT = 6
     NO_DRAFT = 7
     INTERNAL = 8
+    UNREADABLE = 9
 
 
 class StoredTensor(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("data", "scale")),
-        *((name, c_int32) for name in ("rows", "columns", "encoding", "rounds", "every_step", "pad")),
+        *((name, c_void_p) for name in ("data", "scale", "map", "scale_map")),
+        *((name, c_int64) for name in ("map_nbytes", "scale_map_nbytes")),
+        *((name, c_int32) for name in ("rows", "columns", "encoding", "rounds", "use", "pad")),
     ]
 
 
@@ -168,6 +176,7 @@ class Network(Structure):
     _fields_ = [
         ("layers", POINTER(Layer)),
         ("embedding", c_void_p),
+        ("stored_embedding", POINTER(StoredMatrix)),
         ("head", HyperConnection),
         ("lm_head", Matrix),
         ("draft", POINTER(Draft)),
@@ -195,6 +204,10 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kernels_sizeof": (c_int64, [c_char_p]),
     "kernels_packed_nbytes": (c_int64, [c_int32, c_int32, c_int32]),
     "kernels_pack": (None, [c_void_p, c_int32, c_int32, c_int32, c_void_p, POINTER(Matrix)]),
+    "kernels_weights": (c_void_p, [POINTER(StoredTensor), c_int64, c_int64]),
+    "kernels_weights_free": (None, [c_void_p]),
+    "kernels_weights_smallest": (c_int64, [POINTER(StoredTensor), c_int64]),
+    "kernels_weights_state": (None, [c_void_p, POINTER(c_int64)]),
     "kernels_forward": (c_int32, [POINTER(Network), POINTER(Step), c_void_p, c_void_p, c_void_p, POINTER(c_int64)]),
     "kernels_logits": (c_int32, [POINTER(Network), c_void_p, c_int32, c_void_p, c_int32]),
     "kernels_draft": (c_int32, [POINTER(Network), POINTER(Step), c_void_p, c_void_p, c_void_p, POINTER(c_int64)]),

@@ -14,6 +14,7 @@ from server.kernels.model import PackedModel
 from server.kernels.sampling import SampleKernel
 from server.model.interface import LoadedModel
 from server.model.network import DeepseekV4
+from server.model.packed import used_together
 
 AUTO, CPU, PYTHON = "auto", "cpu", "python"
 CHOICES = (AUTO, CPU, PYTHON)
@@ -43,8 +44,14 @@ class Kernels:
         return None if self.library is None else SampleKernel(self.library.functions, threads)
 
     def take(self, model: DeepseekV4) -> LoadedModel:
-        """``model`` as these kernels compute it. Its weights move: it must not be used any more."""
-        return model if self.library is None else PackedModel(model, self.library)
+        """``model`` as these kernels compute it. Its weights move: it must not be used any more. Raises
+        :class:`CheckpointError` where the budget of weights that stay in their files is too small.
+        """
+        if self.library is not None:
+            return PackedModel(model, self.library)
+        if model.stored is not None:
+            model.stored.reserve(used_together(model))
+        return model
 
 
 def choose_kernels(wanted: str, device: str) -> Kernels:

@@ -11,6 +11,8 @@ import mmap
 
 import torch
 
+from server.memory import give_back
+
 BLOCK_NBYTES = 64 << 20
 ALIGNMENT = 64
 
@@ -25,6 +27,7 @@ class LargePages:
         """``nbytes`` bytes, aligned to :data:`ALIGNMENT`. Their block lives as long as one array of it."""
         wanted = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if wanted > len(self._block):
+            give_back()  # the weights that were packed already: else there would be two copies in the end
             self._block = _map(max(wanted, BLOCK_NBYTES))
         taken, self._block = self._block[:nbytes], self._block[wanted:]
         return taken

@@ -17,7 +17,7 @@ from server.kernels.plan import StepPlan
 from server.kernels.rope import BLOCK, RopeBlocks
 from server.model.batch import Segment
 from server.model.config import ModelConfig
-from server.model.interface import BadStep, ForwardOutput
+from server.model.interface import BadStep, ForwardOutput, WeightsState
 from server.model.network import DeepseekV4
 from server.model.rope import rope_frequencies
 
@@ -38,6 +38,9 @@ class PackedModel:
         self.library = library
         self.weights = pack_weights(model, library.functions)
 
+    def weights_state(self) -> WeightsState:
+        return WeightsState() if self.weights.stored is None else self.weights.stored.state()
+
     def bind(self, arena: Arena) -> KernelModel:
         """This model over the pools of ``arena``, which must be in CPU memory."""
         return KernelModel(self.config, self.dtype, self.weights, self.library.functions, arena)
@@ -47,8 +50,8 @@ class KernelModel:
     """A :class:`PackedModel` bound to one arena (see :class:`server.model.interface.BoundModel`).
 
     A step's result is the same bits for any batch, chunk and number of threads. Calls release the GIL. A step that
-    cannot be computed raises :class:`BadStep` and has written nothing. After :class:`MemoryError` or
-    :class:`KernelsFailed` some of its rows may be written.
+    cannot be computed raises :class:`BadStep` and has written nothing. After :class:`MemoryError`,
+    :class:`KernelsFailed` or :class:`WeightsUnreadable` some of its rows may be written.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class KernelModel:
         status = self._functions.kernels_logits(
             self._network, hidden.data_ptr(), n_rows, logits.data_ptr(), self._threads
         )
+        self._check_weights(status)
         if status != abi.Status.OK:
             raise KernelsFailed(f"the kernels ended the logits of {n_rows} rows with {abi.Status(status).name}")
         return logits
@@ -156,9 +160,14 @@ class KernelModel:
             raise BadStep(-1, f"streams of shape {list(streams.shape)} for {list(expected)}")
         return streams.to(self._dtype).contiguous()
 
+    def _check_weights(self, status: int) -> None:
+        if status == abi.Status.UNREADABLE and self._weights.stored is not None:
+            raise self._weights.stored.failure()
+
     def _check(self, status: int, plan: StepPlan) -> None:
         if status == abi.Status.OK:
             return
+        self._check_weights(status)
         row = self._detail.value
         if status == abi.Status.OUT_OF_MEMORY:
             raise MemoryError(f"no memory for a step of {plan.n_rows} rows")

@@ -11,6 +11,7 @@ import torch
 
 from server.kernels import abi
 from server.kernels.large_pages import LargePages
+from server.kernels.stored import StoredMatrices
 from server.model.config import CSA, SLIDING, CheckpointError
 from server.model.network import DeepseekV4
 from server.model.numerics import OFFICIAL
@@ -22,13 +23,15 @@ DTYPES = {torch.float32: abi.Dtype.FP32, torch.bfloat16: abi.Dtype.BF16}
 class PackedWeights:
     """The structures of a network without its pools (:mod:`.binding` adds them) and without its rotations.
 
-    ``memory`` is what they point to. ``draft`` is None where the draft layer was not loaded.
+    ``memory`` is what they point to, ``stored`` has the weights that stay in their files, if they do. ``draft`` is None
+    where the draft layer was not loaded.
     """
 
     layers: ctypes.Array[abi.Layer]
     draft: abi.Draft | None
     network: abi.Network
     memory: list[Any] = field(repr=False)
+    stored: StoredMatrices | None = None
 
 
 def pack_weights(model: DeepseekV4, library: ctypes.CDLL) -> PackedWeights:
@@ -44,6 +47,7 @@ class _Packer:
         self.drafts = model.drafts
         self.memory: list[Any] = []
         self.pages = LargePages()
+        self.stored = None if model.stored is None else StoredMatrices(model.stored, library)
         self.official = model.numerics is OFFICIAL
         quantized = [name for name, module in model.named_modules() if getattr(module, "quantized", "")]
         self.quantized = {f"{name}.weight" for name in quantized if self.official}
@@ -56,21 +60,26 @@ class _Packer:
         ratios = config.compress_ratios
         layers = (abi.Layer * len(ratios))(*(self.layer(f"layers.{i}.", ratio) for i, ratio in enumerate(ratios)))
         draft = self.draft() if self.drafts else None
-        embedding = self.copy(self.tensors.pop("embed.weight"))
         network = abi.Network(
-            embedding=embedding.data_ptr(),
             head=self.head(""),
             lm_head=self.matrix("head.weight"),
             n_layers=len(layers),
             vocab=config.vocab_size,
             hidden=config.hidden_size,
             streams=config.hc_mult,
-            embedding_dtype=DTYPES[embedding.dtype],
             streams_dtype=DTYPES[self.dtype],
         )
+        self.embed(network, "embed.weight")
         if self.tensors:
             raise RuntimeError(f"no kernel takes the weight {next(iter(self.tensors))}")
-        return PackedWeights(layers, draft, network, self.memory)
+        return PackedWeights(layers, draft, network, self.memory, self.stored)
+
+    def embed(self, network: abi.Network, name: str) -> None:
+        if self.is_stored(name) and self.stored is not None:
+            network.stored_embedding = self.stored.table(name)
+            return
+        table = self.copy(self.tensors.pop(name))
+        network.embedding, network.embedding_dtype = table.data_ptr(), DTYPES[table.dtype]
 
     # --- parts of a layer ---------------------------------------------------------------------------------------------
 
@@ -105,12 +114,11 @@ class _Packer:
         if ratio == CSA:
             queries.append("indexer.wq_b")
             state += ["indexer.compressor.wkv", "indexer.compressor.wgate"]
-        wo_a, wo_b = (self.tensors.pop(f"{key}{name}.weight") for name in ("wo_a", "wo_b"))
         packed = abi.Attention(
             in_proj=self.matrix(*(f"{key}{name}.weight" for name in into)),
             q_proj=self.matrix(*(f"{key}{name}.weight" for name in queries)),
-            wo_a=self.groups(list(wo_a.chunk(config.o_groups, dim=0))),  # the reference dequantizes it
-            wo_b=self.groups(list(wo_b.chunk(config.o_groups, dim=1)), f"{key}wo_b.weight" in self.quantized),
+            wo_a=self.row_groups(f"{key}wo_a.weight"),
+            wo_b=self.column_groups(f"{key}wo_b.weight"),
             q_norm=self.vector(f"{key}q_norm.weight"),
             kv_norm=self.vector(f"{key}kv_norm.weight"),
             sink=self.vector(f"{key}attn_sink"),
@@ -202,19 +210,48 @@ class _Packer:
         return self.copy(tensor).data_ptr()
 
     def matrix(self, *names: str) -> abi.Matrix:
-        """The matrices ``[out, in]`` of these names, one below the other, packed as one."""
-        parts = [self.tensors.pop(name) for name in names]
+        """The matrices ``[out, in]`` of these names, one below the other, as one."""
         is_quantized = names[0] in self.quantized
         if any((name in self.quantized) != is_quantized for name in names):
             raise CheckpointError(f"of {', '.join(names)} some are quantized and some are not")
-        matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
-        packed: abi.Matrix = self.groups([matrix], is_quantized).first
+        made = self._stored_or_packed(names)
+        made.quantized_input = is_quantized
+        return made
+
+    def _stored_or_packed(self, names: Sequence[str]) -> abi.Matrix:
+        is_stored = [self.is_stored(name) for name in names]
+        if self.stored is not None and all(is_stored):
+            return self.stored.matrix(*names)
+        if any(is_stored):
+            raise CheckpointError(f"of {', '.join(names)} some cannot stay in their files: use --weights dequantized")
+        parts = [self.tensors.pop(name) for name in names]
+        packed: abi.Matrix = self.groups([parts[0] if len(parts) == 1 else torch.cat(parts)]).first
         return packed
 
-    def groups(self, matrices: Sequence[torch.Tensor], is_quantized: bool = False) -> abi.GroupedMatrix:
-        """Equal matrices ``[out, in]``, each packed by itself, one after the other in memory. ``is_quantized``: what
-        they multiply is quantized too where the numerics say so.
-        """
+    def is_stored(self, name: str) -> bool:
+        """Whether a weight stays in its file; then there is nothing else of it."""
+        if self.stored is None or name not in self.stored:
+            return False
+        self.tensors.pop(name, None)
+        return True
+
+    def row_groups(self, name: str) -> abi.GroupedMatrix:
+        """``wo_a``: each group's rows. The reference dequantizes it, so its input is not quantized."""
+        if self.is_stored(name) and self.stored is not None:
+            return self.stored.row_groups(name, self.config.o_groups)
+        return self.groups(list(self.tensors.pop(name).chunk(self.config.o_groups, dim=0)))
+
+    def column_groups(self, name: str) -> abi.GroupedMatrix:
+        """``wo_b``: each group's columns."""
+        if self.is_stored(name) and self.stored is not None:
+            made = self.stored.column_groups(name, self.config.o_groups)
+        else:
+            made = self.groups(list(self.tensors.pop(name).chunk(self.config.o_groups, dim=1)))
+        made.first.quantized_input = name in self.quantized
+        return made
+
+    def groups(self, matrices: Sequence[torch.Tensor]) -> abi.GroupedMatrix:
+        """Equal matrices ``[out, in]``, each packed by itself, one after the other in memory."""
         n_out, n_in = matrices[0].shape
         dtype = DTYPES[matrices[0].dtype]
         nbytes = self.library.kernels_packed_nbytes(n_out, n_in, dtype)
@@ -224,5 +261,4 @@ class _Packer:
         for matrix, place, packed in zip(matrices, memory, made, strict=True):
             source = matrix.contiguous()
             self.library.kernels_pack(source.data_ptr(), n_out, n_in, dtype, place.data_ptr(), packed)
-        made[0].quantized_input = is_quantized
         return abi.GroupedMatrix(first=made[0], stride=nbytes, groups=len(matrices))

@@ -147,7 +147,7 @@ class Attention(NumericsLayer):
 
     def _project(self, out: torch.Tensor) -> torch.Tensor:
         """Grouped low-rank output: each group of heads through its own part of ``wo_a``, then all through ``wo_b``."""
-        weight = self.wo_a.weight.unflatten(0, (self.groups, -1))
+        weight = self.wo_a.matrix().unflatten(0, (self.groups, -1))
         low = grouped_matmul_rows(out.reshape(out.shape[0], self.groups, -1), weight, self.row_tile)
         projected: torch.Tensor = self.wo_b(low)
         return projected

@@ -52,9 +52,15 @@ def model_fingerprint(
     return whole.hexdigest()
 
 
-def default_cache_dir() -> Path:
-    """Where digests are kept unless told otherwise: ``$XDG_CACHE_HOME`` or ``~/.cache``, in a folder of this server."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv4-pd-server"
+def default_cache_dir() -> Path | None:
+    """Where digests are kept unless told otherwise: ``$XDG_CACHE_HOME`` or ``~/.cache``, in a folder of this server.
+    None, with a warning, for a user without a home: containers may run as a number that no account has.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv4-pd-server"
+    except RuntimeError as error:
+        log.warning("digests of weight files are not kept (%s): give XDG_CACHE_HOME or HOME a directory", error)
+        return None
 
 
 class _DigestCache:

@@ -32,6 +32,25 @@ class ForwardOutput:
     hidden: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class WeightsState:
+    """Where a checkpoint's weights are. ``dequantized``: all in memory. ``packed``: in their files, and at most
+    ``budget_nbytes`` of them in memory, ``loaded_nbytes`` always and ``resident_nbytes`` of what is mapped.
+
+    Counted since the start: ``hits`` and ``misses``, pieces of weights that were in memory when they were needed and
+    that were not, ``read_nbytes`` of those, ``evictions`` of pieces that had to go.
+    """
+
+    mode: str = "dequantized"
+    budget_nbytes: int = 0
+    loaded_nbytes: int = 0
+    resident_nbytes: int = 0
+    read_nbytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+
+
 class BoundModel(Protocol):
     """A model that computes on one arena: its forwards read and write the pools there. Used by one thread."""
 
@@ -71,6 +90,10 @@ class LoadedModel(Protocol):
     @property
     def drafts(self) -> bool:
         """Whether the draft layer is loaded."""
+        ...
+
+    def weights_state(self) -> WeightsState:
+        """Where the weights are, and what was read of them. From any thread."""
         ...
 
     def bind(self, arena: Arena) -> BoundModel: ...

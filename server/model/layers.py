@@ -7,6 +7,7 @@ from torch import nn
 
 from server.model.batch_invariant import sigmoid, unit_rms
 from server.model.numerics import NumericsLayer
+from server.model.stored import StoredWeight
 
 ROW_TILE = 16
 """Rows of one GEMM in deterministic mode: a row's result then depends on nothing else in the batch."""
@@ -53,9 +54,14 @@ class Linear(NumericsLayer):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_out, n_in, dtype=dtype), requires_grad=False)
         self.row_tile = row_tile
+        self.stored: StoredWeight | None = None  # one that stays in its file: then ``weight`` is empty
+
+    def matrix(self) -> torch.Tensor:
+        """The numbers ``[out, in]`` of the weight."""
+        return self.weight if self.stored is None else self.stored.numbers()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return matmul_rows(self.numerics.linear_input(x, self.quantized), self.weight, self.row_tile)
+        return matmul_rows(self.numerics.linear_input(x, self.quantized), self.matrix(), self.row_tile)
 
 
 class RMSNorm(nn.Module):

@@ -14,7 +14,7 @@ from server.model.blocks import WEIGHT_BLOCK
 from server.model.checkpoint import Checkpoint, StoredTensor, check_draft, open_checkpoint
 from server.model.config import CheckpointError
 from server.model.draft import Draft
-from server.model.file_reader import BLOCK_NBYTES, ByteCount, FileReader, OnProgress
+from server.model.file_reader import ByteCount, FileReader, OnProgress
 from server.model.fingerprint import model_fingerprint
 from server.model.layers import ROW_TILE, Linear
 from server.model.network import DeepseekV4
@@ -25,6 +25,7 @@ from server.model.tensor_files import TensorHeader
 log = logging.getLogger(__name__)
 
 _HC = re.compile(r"^(.*\.)?(hc_attn|hc_ffn|hc_head)_(fn|base|scale)$")
+_BLOCK_NUMBERS = 1 << 17
 _DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -120,16 +121,19 @@ class _Loader:
 
     def load(self) -> dict[str, torch.Tensor]:
         """Every parameter by name."""
+        loaded: dict[str, torch.Tensor] = {}
         by_file: dict[Path, list[tuple[str, StoredTensor]]] = {file: [] for file in self._checkpoint.files}
         for key, tensor in self._checkpoint.tensors.items():
             if (name := parameter_name(key)) in self._parameters:
                 by_file[tensor.data.file].append((name, tensor))
-        loaded: dict[str, torch.Tensor] = {}
+                dtype = self._parameters[name].dtype
+                # all before the first is read: else what the conversion takes and frees would leave gaps between them
+                loaded[name] = torch.empty(tensor.shape, dtype=dtype, device=self._device)
         for file, tensors in by_file.items():
             with FileReader(file, self._count) as reader:
                 for name, tensor in sorted(tensors, key=lambda item: item[1].data.offset):
                     reader.skip_to(tensor.data.offset, f"what is before {tensor.data.key}")
-                    loaded[name] = self._read(reader, tensor, self._parameters[name].dtype)
+                    self._read_into(loaded[name], reader, tensor)
                     self._mark(name, tensor)
                 reader.skip_to(file.stat().st_size, "its end")
                 self.digests[file] = reader.end()
@@ -141,15 +145,14 @@ class _Loader:
         if last == "weight" and isinstance(module, Linear):
             module.quantized = tensor.quantized
 
-    def _read(self, reader: FileReader, tensor: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor of the file as numbers of ``dtype``, in blocks of rows."""
+    def _read_into(self, whole: torch.Tensor, reader: FileReader, tensor: StoredTensor) -> None:
+        """Fills ``whole`` with the numbers of the file's next tensor, in blocks of rows."""
         header = tensor.data
-        whole = torch.empty(tensor.shape, dtype=dtype, device=self._device)
         rows = whole.view(1, -1) if len(tensor.shape) == 1 else whole.view(tensor.shape[0], -1)
         scale = None if tensor.scale is None else read_tensor(tensor.scale)
-        for block in _row_blocks(header, rows.shape[0], tensor.quantized):
+        for block in _row_blocks(rows, tensor.quantized):
             out = rows[block]
-            if out.device.type == "cpu" and _DTYPES[header.dtype] == dtype:
+            if out.device.type == "cpu" and _DTYPES[header.dtype] == out.dtype:
                 reader.read_into(_bytes_of(out), header.key)
                 _check_numbers(out, header)
                 continue
@@ -158,7 +161,6 @@ class _Loader:
             numbers = _dequantized(stored.view(_DTYPES[header.dtype]).view(out.shape[0], -1), scale, tensor, block)
             _check_numbers(numbers, header)
             out.copy_(numbers)
-        return whole
 
     def _stage(self, nbytes: int) -> torch.Tensor:
         """Memory for bytes as they are stored; the same for every block."""
@@ -177,10 +179,11 @@ def read_tensor(header: TensorHeader) -> torch.Tensor:
     return tensor.view(_DTYPES[header.dtype]).view(header.shape)
 
 
-def _row_blocks(header: TensorHeader, n_rows: int, quantized: str) -> Iterator[slice]:
-    """Rows that are read at a time: whole blocks of scales."""
+def _row_blocks(rows: torch.Tensor, quantized: str) -> Iterator[slice]:
+    """Rows that are read at a time: whole blocks of scales, and no more numbers than the processor's cache holds."""
+    n_rows, width = rows.shape
     unit = WEIGHT_BLOCK if quantized == "fp8" else 1
-    step = max(1, BLOCK_NBYTES * n_rows // max(1, header.nbytes) // unit) * unit
+    step = max(1, _BLOCK_NUMBERS // width // unit) * unit
     for start in range(0, n_rows, step):
         yield slice(start, min(start + step, n_rows))
 

@@ -175,12 +175,15 @@ class MoE(NumericsLayer):
 
     def _side_by_side(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Every ``w1``, then every ``w3``, as ``[2 (E + 1) I, D]``, and every ``w2`` as ``[D, (E + 1) I]``: copied
-        once.
+        once, or at every use where they stay in their files.
         """
         if self._wide is None:
             every = [e for e in (*self.experts, self.shared_experts) if isinstance(e, Expert)]
-            gate_up = torch.cat([*(e.w1.weight for e in every), *(e.w3.weight for e in every)])
-            self._wide = gate_up, torch.cat([e.w2.weight for e in every], dim=1)
+            gate_up = torch.cat([*(e.w1.matrix() for e in every), *(e.w3.matrix() for e in every)])
+            wide = gate_up, torch.cat([e.w2.matrix() for e in every], dim=1)
+            if self.shared_experts.w1.stored is not None:
+                return wide
+            self._wide = wide
         return self._wide
 
 

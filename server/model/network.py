@@ -13,11 +13,12 @@ from server.model.attention import RopeSet
 from server.model.batch import Batch, Segment, build_batch, build_draft_batch
 from server.model.block import Block, NextN
 from server.model.config import ModelConfig
-from server.model.interface import ForwardOutput
+from server.model.interface import ForwardOutput, WeightsState
 from server.model.layers import HeadCollapse, Linear, RMSNorm, pad_rows
 from server.model.numerics import PLAIN, Numerics, use_numerics
 from server.model.pools import Pools
 from server.model.rope import rope_frequencies
+from server.model.stored import StoredCheckpoint
 
 
 class DeepseekV4(nn.Module):
@@ -40,7 +41,9 @@ class DeepseekV4(nn.Module):
         super().__init__()
         self.config, self.dtype, self.row_tile, self.numerics = config, dtype, row_tile, numerics
         # nn.Embedding() draws its weights, and on the meta device torch imports its compiler for that: over a second
-        self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
+        self.embed: nn.Module = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+        )
         self.layers = nn.ModuleList(
             [Block(config, i, ratio, row_tile, dtype) for i, ratio in enumerate(config.compress_ratios)]
         )
@@ -48,6 +51,7 @@ class DeepseekV4(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = Linear(config.hidden_size, config.vocab_size, row_tile, torch.float32)
         self.mtp = nn.ModuleList([NextN(config, row_tile, dtype)] if draft else [])
+        self.stored: StoredCheckpoint | None = None
         self._rope: tuple[torch.Tensor, torch.Tensor] | None = None
         use_numerics(self, numerics)
 
@@ -60,6 +64,9 @@ class DeepseekV4(nn.Module):
     @property
     def drafts(self) -> bool:
         return bool(self.mtp)
+
+    def weights_state(self) -> WeightsState:
+        return WeightsState() if self.stored is None else self.stored.state()
 
     def bind(self, arena: Arena) -> PythonModel:
         """This model over the pools of ``arena``."""

@@ -176,6 +176,7 @@ class BaseNode(ABC):
             "deterministic": context.identity.deterministic,
             "page_size": context.arena.layout.page_size,
             **self._facts,
+            "weights": dict(context.weights()),
             "control_plane_takes": self._guard_rule,
             "faults": context.hooks.describe(),
             "allocator": (counts := context.allocator.counts()),

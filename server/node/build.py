@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry, disable_created_metrics
@@ -31,17 +32,20 @@ from server.kernels.choice import Kernels, choose_kernels
 from server.kernels.sampling import SampleKernel
 from server.memory import give_back
 from server.model.config import CheckpointError, load_config
+from server.model.fingerprint import default_cache_dir
 from server.model.interface import LoadedModel
 from server.model.loader import load_checkpoint
 from server.model.numerics import NUMERICS
+from server.model.packed import map_checkpoint
 from server.node.checks import check_device, transport_factory
 from server.node.context import NodeContext, NodeSettings
 from server.node.free_memory import FreeMemory, free_memory
-from server.node.memory_plan import MemoryPlan, plan_memory
+from server.node.memory_plan import MemoryPlan, packed_memory, plan_memory
 from server.node.options import NodeOptions
 from server.node.progress import reading_progress
 from server.sizes import size
 from server.telemetry.traces import TraceExporter
+from server.telemetry.weights import watch_weights
 from server.transfer.auth import Guard
 from server.transfer.deadlines import parse_deadlines
 from server.transfer.manifest import ModelIdentity
@@ -94,18 +98,26 @@ def build_resources(
     log.info("%s kernels (%s)", kernels.identity, kernels.reason)
     tokenizer = _load_tokenizer(options.model, options.default_max_tokens)
     chat = _chat_format(tokenizer, options)
+    free = _free_memory(options.device)
+    budget = packed_memory(options, free)
     plan = plan_memory(
-        load_config(options.model), options, _free_memory(options.device), draft=draft, spec_tokens=spec_tokens
+        load_config(options.model), options, free, draft=draft, spec_tokens=spec_tokens, packed_memory=budget
     )
     for line in plan.lines():
         log.info("memory: %s", line)
-    loaded = _load_model(options, kernels, draft=draft)
+    loaded = _load_model(options, kernels, budget, draft=draft)
     model = loaded.model
     arena = _make_arena(plan, options)
     allocator = Allocator(plan.geometry, permute_seed=options.permute_ids)
     runner, commands = ModelRunner(model, arena), queue.SimpleQueue[Command]()
     metrics = NodeMetrics(CollectorRegistry())
+
+    def weights() -> dict[str, Any]:
+        return asdict(model.weights_state())
+
     metrics.show_kernels(kernels.identity, kernels.reason)
+    if options.weights == "packed":
+        watch_weights(metrics.registry, weights)
     context = NodeContext(
         submit_command=commands.put,
         make_transport=transport_factory(options),
@@ -122,6 +134,7 @@ def build_resources(
         tokenizer=tokenizer,
         sampling_defaults=tokenizer.sampling_defaults,
         metrics=metrics,
+        weights=weights,
         hooks=hooks_of(faults, arena),
         traces=TraceExporter(options.otlp, role, _instance(options), metrics.registry) if options.otlp else None,
     )
@@ -167,17 +180,30 @@ class _Loaded:
     draft_of_checkpoint: str
 
 
-def _load_model(options: NodeOptions, kernels: Kernels, *, draft: bool) -> _Loaded:
+def _load_model(options: NodeOptions, kernels: Kernels, budget: int | None, *, draft: bool) -> _Loaded:
+    dtype, deterministic = TORCH_DTYPES[options.dtype], options.deterministic
     with reading_progress("weights") as on_progress:
-        checkpoint = load_checkpoint(
-            options.model,
-            dtype=TORCH_DTYPES[options.dtype],
-            device=options.device,
-            deterministic=options.deterministic,
-            draft=draft,
-            numerics=NUMERICS[options.numerics],
-            on_progress=on_progress,
-        )
+        if budget is not None:
+            checkpoint = map_checkpoint(
+                options.model,
+                budget,
+                dtype=dtype,
+                deterministic=deterministic,
+                draft=draft,
+                numerics=NUMERICS[options.numerics],
+                cache_dir=default_cache_dir(),
+                on_progress=on_progress,
+            )
+        else:
+            checkpoint = load_checkpoint(
+                options.model,
+                dtype=dtype,
+                device=options.device,
+                deterministic=deterministic,
+                draft=draft,
+                numerics=NUMERICS[options.numerics],
+                on_progress=on_progress,
+            )
     loaded = _Loaded(kernels.take(checkpoint.network), checkpoint.fingerprint, checkpoint.draft)
     del checkpoint
     give_back()

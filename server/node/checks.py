@@ -44,9 +44,10 @@ class Keys:
 def check_options(options: NodeOptions, peers: Sequence[str] | None) -> Keys:
     """Before a port is taken: the keys, and the addresses of a node with ``peers`` (None: there will never be any).
 
-    Raises :class:`AuthError` or :class:`TransportMisconfigured`.
+    Raises :class:`AuthError`, :class:`CheckpointError` or :class:`TransportMisconfigured`.
     """
     keys = read_keys(options)
+    check_weights(options)
     if peers is not None:
         check_transfer_host(options)
         check_families(options, peers)
@@ -74,6 +75,14 @@ def read_keys(options: NodeOptions) -> Keys:
     if api_key is not None and len(api_key) < MIN_API_KEY_CHARS:
         raise AuthError(f"--api-key has {len(api_key)} characters, at least {MIN_API_KEY_CHARS} are needed")
     return Keys(api_key, Guard.from_options(options.auth_key_file, insecure=options.insecure))
+
+
+def check_weights(options: NodeOptions) -> None:
+    """Refuses what cannot be of where weights are. Raises :class:`CheckpointError`."""
+    if options.weights != "packed" and options.weights_memory is not None:
+        raise CheckpointError("--weights-memory is for --weights packed: dequantized weights are in memory as a whole")
+    if options.weights == "packed" and options.device != "cpu":
+        raise CheckpointError(f"--weights packed is computed on the CPU, not with --device {options.device}")
 
 
 def check_transfer_host(options: NodeOptions) -> None:

@@ -26,7 +26,8 @@ class NodeContext:
 
     ``submit_command`` is the engine's inbox. ``make_transport`` builds one transport endpoint; the node registers the
     arena with it. ``sampling_defaults`` apply where a request says nothing. Every wait of the node is
-    measured by ``clock``, in seconds. ``traces`` gets the record of every request at its end, if it is to be traced.
+    measured by ``clock``, in seconds. ``weights`` says where the model's weights are, and what was read of them.
+    ``traces`` gets the record of every request at its end, if it is to be traced.
     """
 
     submit_command: Callable[[Command], None]
@@ -37,6 +38,7 @@ class NodeContext:
     tokenizer: TokenizerLike
     sampling_defaults: SamplingParams
     metrics: NodeMetrics
+    weights: Callable[[], Mapping[str, Any]] = dict
     hooks: Hooks = field(default_factory=Hooks)
     clock: Callable[[], float] = time.monotonic
     traces: TraceExporter | None = None

@@ -67,7 +67,7 @@ class MemoryPlan:
     def parts(self) -> str:
         """The sum in words."""
         pools = f"{size(self.pools)} for {self.pages:,} pages and {self.slots:,} slots"
-        mapped = f", {size(self.weights.mapped)} in their files" if self.weights.mapped else ""
+        mapped = f", {size(self.weights.mapped)} more stay in their files" if self.weights.mapped else ""
         return f"{size(self.weights.loaded)} weights, {pools}, about {size(LIBRARIES_NBYTES)} libraries{mapped}"
 
     def lines(self) -> Iterator[str]:
@@ -119,8 +119,7 @@ def plan_memory(
     )
     weights = weight_sizes(config, options.dtype, draft=draft, packed=packed_memory is not None)
     if packed_memory is not None:
-        most = weights.loaded + weights.mapped
-        weights = WeightSizes(max(weights.loaded, min(packed_memory, most)), weights.mapped)
+        weights = weights.within(packed_memory)
     plan = MemoryPlan(weights, geometry, config.max_position_embeddings)
     if options.memory is not None:
         plan = _within(plan, options, options.memory, free)
@@ -130,6 +129,19 @@ def plan_memory(
             f"{less_memory(options)}"
         )
     return plan
+
+
+def packed_memory(options: NodeOptions, free: FreeMemory | None) -> int | None:
+    """Most memory for weights that stay in their files: ``--weights-memory``, or half of what is free. None: they are
+    loaded. Raises :class:`LayoutError` where it is not known what is free.
+    """
+    if options.weights != "packed":
+        return None
+    if options.weights_memory is not None:
+        return options.weights_memory
+    if free is None:
+        raise LayoutError("--weights packed: this system does not say how much is free; give --weights-memory")
+    return free.nbytes // 2
 
 
 def _within(plan: MemoryPlan, options: NodeOptions, limit: MemoryLimit, free: FreeMemory | None) -> MemoryPlan:
@@ -156,6 +168,8 @@ def less_memory(options: NodeOptions) -> str:
     changes = ["fewer --pages or --slots"] if options.pages or options.slots else []
     if options.memory is not None:
         changes.append("a larger --memory")
-    if options.dtype == "float32":
+    if options.weights == "packed":
+        changes.append("a smaller --weights-memory")
+    elif options.dtype == "float32":
         changes.append("--dtype bfloat16")
     return "give " + ", ".join(changes or ["fewer --pages or --slots"])

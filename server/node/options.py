@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from server.cache.row_formats import INDEX_DTYPES, KV_DTYPES
 from server.node.cli import OneOf, option
 from server.node.free_memory import MemoryLimit, memory_limit
+from server.sizes import nbytes_of
 
 MAX_THREADS = 1024
 """A typing error must not take all threads of a machine."""
@@ -104,6 +105,17 @@ def port_number(text: str) -> int:
     return value
 
 
+def memory_size(text: str) -> int:
+    """Bytes, as an option's type: ``2GiB``, ``500MB`` or a number."""
+    try:
+        nbytes = nbytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not nbytes:
+        raise argparse.ArgumentTypeError("0 bytes are no memory")
+    return nbytes
+
+
 def device_name(text: str) -> str:
     """``cpu`` or ``cuda:N``, as an option's type. Whether there is such a device, torch knows (:mod:`.checks`)."""
     kind, colon, index = text.partition(":")
@@ -165,6 +177,19 @@ class NodeOptions:
         default="cpu",
         type=device_name,
         metavar="DEVICE",
+    )
+    weights: str = option(
+        "model",
+        "dequantized: in memory, as numbers of --dtype; packed: as stored, in the checkpoint's files, which may be "
+        "larger than the memory: read when they are used (docs/weights.md)",
+        default="dequantized",
+        choices=("dequantized", "packed"),
+    )
+    weights_memory: int | None = option(
+        "model",
+        "with --weights packed: most memory for weights, such as 8GiB (default: half of what is free)",
+        type=memory_size,
+        metavar="BYTES",
     )
 
     chat_format: str = option(

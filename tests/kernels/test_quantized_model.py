@@ -5,19 +5,25 @@ same bits however its rows are computed.
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from server.cache.layout import Placement
 from server.engine.runner import ModelRunner
+from server.kernels.choice import choose_kernels
 from server.kernels.model import PackedModel
 from server.model.batch import Segment
 from server.model.interface import LoadedModel
-from server.model.numerics import OFFICIAL
+from server.model.loader import load_model
+from server.model.numerics import OFFICIAL, PLAIN
 from tests.kernels.test_quantized_attention import Kind, every_kind
 from tests.support.checkpoints import BUNDLED
 from tests.support.models import load
+from tests.support.quantized_checkpoints import BASE, make_quantized
+from tests.support.quantized_checkpoints import OFFICIAL as OFFICIAL_STORED
 from tests.support.runners import make_runner, prefill, prompt
 
 FP32 = torch.float32
@@ -105,3 +111,20 @@ def test_single_tokens_beside_others_make_the_bits_of_a_chunk(kind: Kind) -> Non
         beside = Segment(other[i - 60 : i - 59], i - 60, ELSEWHERE)
         logits = busy.forward([beside, Segment(text[i : i + 1], i, PLACE)]).logits
         assert torch.equal(logits[1], expected[i]), f"position {i}"
+
+
+@pytest.mark.parametrize("stored", [OFFICIAL_STORED, BASE], ids=["fp4 experts", "fp8 experts"])
+def test_a_quantized_checkpoint_is_computed_as_in_python(tmp_path: Path, stored: dict[str, Any]) -> None:
+    """Here the loader says which weights are stored quantized."""
+    make_quantized(tmp_path, **stored)
+    chosen = choose_kernels("auto", "cpu")
+    if chosen.library is None:
+        pytest.skip(chosen.reason)
+    python: LoadedModel = load_model(tmp_path, numerics=OFFICIAL)
+    kernels, plain = (chosen.take(load_model(tmp_path, numerics=each)) for each in (OFFICIAL, PLAIN))
+    text = prompt(150, python)
+    theirs, ours, others = (
+        prefill(make_runner(each, kv_dtype="fp8"), text, PLACE, 64) for each in (python, kernels, plain)
+    )
+    assert far(ours, theirs).median() < 1e-5
+    assert far(others, theirs).median() > 1e-3

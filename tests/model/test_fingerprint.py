@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import pwd
 import shutil
 from pathlib import Path
 
@@ -127,3 +129,15 @@ def test_the_cache_is_where_the_user_keeps_others(monkeypatch: pytest.MonkeyPatc
     assert default_cache_dir() == tmp_path / "dsv4-pd-server"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache_dir() == Path.home() / ".cache" / "dsv4-pd-server"
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def no_account(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", no_account)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with caplog.at_level(logging.WARNING):
+        assert default_cache_dir() is None
+    assert "give XDG_CACHE_HOME or HOME a directory" in caplog.text

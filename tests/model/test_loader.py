@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from server.model import loader
 from server.model.layers import Linear
 from server.model.loader import load_model, official_key
 from tests.support.quantized_checkpoints import BASE, OFFICIAL, make_quantized
@@ -36,7 +37,11 @@ STORED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("stored", STORED.values(), ids=STORED)
-def test_what_is_loaded_is_what_the_codes_stand_for(tmp_path: Path, stored: dict[str, Any], shards: int) -> None:
+def test_what_is_loaded_is_what_the_codes_stand_for(
+    tmp_path: Path, stored: dict[str, Any], shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a weight is read in several blocks of rows."""
+    monkeypatch.setattr(loader, "_BLOCK_NUMBERS", 20_000)
     made = make_quantized(tmp_path, seed=3, shards=shards, **ODD, **stored)
     for dtype in (torch.float32, torch.bfloat16):
         model = load_model(tmp_path, dtype=dtype, draft=True)

@@ -11,6 +11,7 @@ import pytest
 from server.cache.specs import LayoutError
 from server.model.config import load_config
 from server.model.weight_sizes import weight_sizes
+from server.node.build import build_resources
 from server.node.free_memory import FreeMemory, memory_limit
 from server.node.memory_plan import LIBRARIES_NBYTES, MemoryPlan, plan_memory
 from server.node.options import BUNDLED_MODEL, PAGES, SLOTS, NodeOptions
@@ -70,7 +71,7 @@ def test_a_part_of_what_is_not_known_is_refused_and_bytes_are_not() -> None:
     assert plan_of("600MiB", free=None).pages > 100
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "1.5 apples", "nan", "inf"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "1.5 apples", "nan", "inf"])
 def test_what_is_no_limit_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"neither a part of what is free, such as 0\.8, nor bytes"):
         memory_limit(text)
@@ -79,12 +80,12 @@ def test_what_is_no_limit_is_refused(text: str) -> None:
 def test_packed_weights_count_as_what_they_may_take() -> None:
     config, options = load_config(BUNDLED_MODEL), NodeOptions()
     whole = plan_memory(config, options, None, draft=True, spec_tokens=0)
-    for most, loaded in ((1 << 20, 1 << 20), (1, None), (1 << 30, None)):
-        plan = plan_memory(config, options, None, draft=True, spec_tokens=0, packed_memory=most)
-        small = weight_sizes(config, "float32", draft=True, packed=True)
-        assert plan.weights.mapped == small.mapped
-        assert plan.weights.loaded == (loaded or (small.loaded if most == 1 else small.loaded + small.mapped))
-        assert f"{size(small.mapped)} in their files" in plan.parts()
+    small = weight_sizes(config, "float32", draft=True, packed=True)
+    every = small.loaded + small.mapped
+    for budget, loaded in ((1, small.loaded), (1 << 20, 1 << 20), (1 << 30, every)):
+        plan = plan_memory(config, options, None, draft=True, spec_tokens=0, packed_memory=budget)
+        assert (plan.weights.loaded, plan.weights.mapped) == (loaded, every - loaded)
+        assert (f"{size(every - loaded)} more stay in their files" in plan.parts()) is (loaded < every)
         assert plan.total < whole.total
 
 
@@ -103,3 +104,13 @@ def test_every_byte_is_in_the_table() -> None:
     assert 0 <= plan.pools - nbytes < 4096 + 64 * len(rows)
     assert plan.total == plan.weights.loaded + plan.pools + LIBRARIES_NBYTES
     assert lines[-1] == "longest prompt 2,556 tokens; requests at once: 1 of 2,048 tokens, 1 of 2,557 tokens"
+
+
+def test_a_node_is_built_as_planned() -> None:
+    plan = plan_of("560MiB", slots=3)
+    options = NodeOptions(memory=memory_limit("560MiB"), slots=3)
+    resources = build_resources("decode", options, draft=True, spec_tokens=3)
+    layout = resources.context.arena.layout
+    assert resources.context.arena.nbytes == plan.pools
+    assert (layout.component("c4_kv").items - 1, layout.component("swa").items - 1) == (plan.pages, 3)
+    assert resources.settings.max_context == plan.context

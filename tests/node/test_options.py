@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from server.chat.registry import CHAT_FORMATS
+from server.model.config import CheckpointError
 from server.node.build import build_resources
-from server.node.checks import check_families
+from server.node.checks import check_families, check_weights
 from server.node.cli import parse
 from server.node.options import NodeOptions, peer_address
 from server.transfer.deadlines import DeadlineError
@@ -29,6 +30,8 @@ from server.transfer.engines.base import TransportMisconfigured
         ("--port", "65536", "65536 is not a port"),
         ("--keep-rooms", "0", "0 is not a positive number"),
         ("--keep-rooms", "10001", "10001 records are more than 10000"),
+        ("--weights-memory", "much", "'much' is no number of bytes, such as 500MB, 1.5GiB or 4096"),
+        ("--weights-memory", "0", "0 bytes are no memory"),
         ("--otlp", "127.0.0.1:4318", "'127.0.0.1:4318' is not the URL of a collector"),
         ("--otlp", "grpc://127.0.0.1:4317", "is not the URL of a collector"),
     ],
@@ -143,3 +146,38 @@ def test_what_computes_and_why_is_told(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert caplog.messages.count(f"{identity} kernels ({reason})") == 1
     labels = {"kernels": identity, "reason": reason}
     assert resources.context.metrics.registry.get_sample_value("pd_kernels_info", labels) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--weights-memory", "1GiB"], "--weights-memory is for --weights packed: dequantized weights are in memory"),
+        (
+            ["--weights", "packed", "--device", "cuda"],
+            "--weights packed is computed on the CPU, not with --device cuda",
+        ),
+    ],
+)
+def test_where_weights_cannot_be_is_refused(arguments: list[str], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        check_weights(parse(NodeOptions, "node", "", arguments))
+
+
+def test_packed_weights_are_bounded_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    packed = ["--weights", "packed", "--weights-memory"]
+    with pytest.raises(CheckpointError, match=r"--weights-memory 1024: this checkpoint needs at least \d+ bytes"):
+        build_resources("decode", parse(NodeOptions, "node", "", [*packed, "1KiB"]))
+    resources = build_resources("decode", parse(NodeOptions, "node", "", [*packed, "64MiB"]))
+    state = resources.context.weights()
+    assert (state["mode"], state["budget_nbytes"], state["misses"]) == ("packed", 64 << 20, 0)
+    registry = resources.context.metrics.registry
+    assert registry.get_sample_value("pd_weights_budget_bytes") == 64 << 20
+    for name in ("hits", "misses", "evictions", "read_bytes"):
+        assert registry.get_sample_value(f"pd_weights_{name}_total") == 0
+
+
+def test_loaded_weights_have_no_metrics() -> None:
+    resources = build_resources("decode", parse(NodeOptions, "node", "", []))
+    assert resources.context.weights()["mode"] == "dequantized"
+    assert resources.context.metrics.registry.get_sample_value("pd_weights_misses_total") is None

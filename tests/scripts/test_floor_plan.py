@@ -21,6 +21,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "walk": ("cluster",),
     "timeline": ("cluster",),
     "checkpoint_making": (),
+    "large_checkpoint": ("cluster",),
     "planning": ("checkpoint_making",),
 }
 """Which other folders each folder may import."""

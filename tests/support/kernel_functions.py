@@ -62,11 +62,12 @@ class Kernels:
         """``weight`` ``[out, in]``, fp32 or bf16, packed."""
         dtype = abi.Dtype.BF16 if weight.dtype == torch.bfloat16 else abi.Dtype.FP32
         n_out, n_in = weight.shape
+        weight = weight.contiguous()
         nbytes = self.functions.kernels_packed_nbytes(n_out, n_in, dtype)
         place = torch.empty(nbytes, dtype=torch.uint8)
         self.memory.append(place)
         made = abi.Matrix()
-        self.functions.kernels_pack(weight.contiguous().data_ptr(), n_out, n_in, dtype, place.data_ptr(), made)
+        self.functions.kernels_pack(weight.data_ptr(), n_out, n_in, dtype, place.data_ptr(), made)
         return made
 
     def matrices(self, weights: Sequence[torch.Tensor]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from server.api.http_connections import ConnectionManager
 from server.api.http_limits import HttpLimits
 from server.api.middleware import response_counter
 from server.decode.draft_metrics import DraftMetrics
+from server.model.interface import WeightsState
 from server.telemetry.latency import RequestMetrics
 from server.telemetry.traces import TraceExporter
+from server.telemetry.weights import watch_weights
 from server.transfer.metrics import NodeMetrics
 from tests.nodes.support import Pair, answer, pairs, request
 
@@ -50,8 +53,8 @@ Written by `python -m tests.telemetry.test_metrics_document`; a test compares.
 `GET /metrics` answers in Prometheus' text format, or in OpenMetrics where the header `Accept` names
 `application/openmetrics-text`; then TTFT and whole requests have the room as an exemplar. It needs no API key. Every
 series exists from the start of the node; those of a peer from its registration until it is lost, and the metrics that
-belong to an option (drafts: `--spec-tokens`, traces: `--otlp`) with that option. `docker/grafana/dashboard.json` draws
-them.
+belong to an option (drafts: `--spec-tokens`, traces: `--otlp`, weights: `--weights packed`) with that option.
+`docker/grafana/dashboard.json` draws them.
 
 Where vLLM or SGLang have a metric that means the same, its name without the prefix is the one here: `pd_` takes the
 place of `vllm:`. As in vLLM, inter-token latency counts the outputs of steps, however many tokens they have. There is
@@ -71,6 +74,7 @@ def registry_of(role: str) -> CollectorRegistry:
     metrics.expect(role, ["swa"])
     metrics.peer_known("peer")
     metrics.show_kernels("cpu", "why")
+    watch_weights(registry, lambda: asdict(WeightsState()))
     RequestMetrics(registry, role)
     if role == "decode":
         DraftMetrics(registry, 3, "transfer")

@@ -72,9 +72,9 @@ const float* rounded_input(const Experts& layer, const float* x, int64_t rows, i
     return one == end ? nullptr : input_of(*one, x, rows, threads, scratch);
 }
 
-// Every expert's matrix times its rows.
-void map_rows(const Experts& layer, const Matrix* matrices, const int64_t* first, int64_t rows,
-              const ExpertRows<const float>& in, const ExpertRows<float>& out, int threads, Product* products) {
+// Every expert's matrix times its rows; returns how many maps these are.
+int64_t list_maps(const Experts& layer, const Matrix* matrices, const int64_t* first, int64_t rows,
+                  const ExpertRows<const float>& in, const ExpertRows<float>& out, Product* products) {
     int64_t used = 0;
     for (int e = 0; e < layer.experts; e++) {
         const int64_t at = first[e], mine = first[e + 1] - at;
@@ -83,7 +83,7 @@ void map_rows(const Experts& layer, const Matrix* matrices, const int64_t* first
                             out.picked + at * out.stride, out.stride, 0};
     }
     products[used++] = {&matrices[layer.experts], in.shared, in.stride, rows, out.shared, out.stride, 0};
-    linear_all(products, used, threads);
+    return used;
 }
 
 // out = shared + the tree over the eighths of what the row's experts gave. `mine` [top_k] are its outputs, ascending.
@@ -144,15 +144,19 @@ void experts(const Experts& layer, const int64_t* tokens, const float* x, int64_
     float* const both = scratch.floats((count + rows) * 2 * inner);  // w1 x and w3 x, then the activations
     const int64_t wide = 2 * inner;
     const ExpertRows<float> outputs{scratch.floats(count * hidden), out, hidden};
-    Product* const products = scratch.array<Product>(n + 1);
-    map_rows(layer, layer.up, first, rows, {inputs, input_of_expert(n), hidden}, {both, both + count * wide, wide},
-             threads, products);
+    const ExpertRows<float> inner_rows{both, both + count * wide, wide};
+    Product *const up = scratch.array<Product>(n + 1), *const down = scratch.array<Product>(n + 1);
+    const int64_t used = list_maps(layer, layer.up, first, rows, {inputs, input_of_expert(n), hidden}, inner_rows, up);
+    list_maps(layer, layer.down, first, rows, {both, both + count * wide, wide}, outputs, down);
+    ask_for(up, used);
+    ask_for(down, used);
+    linear_all(up, used, threads);
     parallel_for(count + rows, (count + rows) * inner * 8, threads, [&](int64_t p) {
         float* const act = both + p * wide;
         swiglu(act, layer.inner, layer.limit, p < count ? picks[p].weight : 1.0f);
         if (layer.down[p < count ? picks[p].expert : n].quantized_input) simulate_fp8(act, inner, ACTIVATION_BLOCK, act);
     });
-    map_rows(layer, layer.down, first, rows, {both, both + count * wide, wide}, outputs, threads, products);
+    linear_all(down, used, threads);
 
     // Picks are in the order of experts, so each row meets its own in ascending order.
     const float** const mine = scratch.array<const float*>(count);

@@ -112,13 +112,18 @@ void score_keys(const Attention& layer, const float* const* keys, const Work& wo
 // Where the floats of entries first .. first + n - 1 are: in the pool, or read into `room`; the last one repeats up to
 // whole KEYS.
 void list_keys(const Pool& pool, const int64_t* pages, int64_t first, int64_t n, float* room, const float** keys) {
+    const int64_t* page = pages + first / pool.rows;
+    int64_t of_page = first % pool.rows;
     for (int64_t k = 0; k < n; k++) {
-        const uint8_t* row = entry_at<const uint8_t>(pool, pages, first + k);
         if (pool.dtype == FP32) {
-            keys[k] = reinterpret_cast<const float*>(row);
+            keys[k] = row_at<const float>(pool, *page, of_page);
         } else {
             keys[k] = room + k * pool.width;
-            read_row(pool, row, room + k * pool.width);
+            read_row(pool, row_at<const uint8_t>(pool, *page, of_page), room + k * pool.width);
+        }
+        if (++of_page == pool.rows) {
+            of_page = 0;
+            page++;
         }
     }
     for (int64_t k = n; k % KEYS; k++) keys[k] = keys[n - 1];

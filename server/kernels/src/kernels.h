@@ -15,13 +15,18 @@ enum Dtype : int32_t { FP32 = 0, BF16 = 1 };
 // How a checkpoint's file stores the numbers of a weight.
 enum Encoding : int32_t { STORED_FP32 = 0, STORED_BF16 = 1, STORED_FP8 = 2, STORED_FP4 = 3 };
 
+// Who reads a stored tensor: the router's choice (an expert), every step, or a few rows of every step (the embedding).
+enum StoredUse : int32_t { BY_CHOICE = 0, EVERY_STEP = 1, BY_ROW = 2 };
+
 // A tensor [rows, columns] of a file that is mapped into memory, row by row. FP8 is e4m3; FP4 is e2m1, two in a byte, the
-// low half first. `scale` is E8M0: one for 128 x 128 numbers of FP8, for 1 x 32 of FP4; null for the others.
+// low half first. `scale` is E8M0: one for 128 x 128 numbers of FP8, for 1 x 32 of FP4; null for the others. `map` and
+// `scale_map` are where the mapped files of the two begin.
 struct StoredTensor {
-    const uint8_t *data, *scale;
+    const uint8_t *data, *scale, *map, *scale_map;
+    int64_t map_nbytes, scale_map_nbytes;
     int32_t rows, columns, encoding;
-    int32_t rounds;      // 1: numbers are rounded to bf16, as the weight would be if it were loaded
-    int32_t every_step;  // 1: every step reads it; 0: an expert's
+    int32_t rounds;  // 1: numbers are rounded to bf16, as the weight would be if it were loaded
+    int32_t use;     // a StoredUse
     int32_t pad;
 };
 
@@ -136,6 +141,7 @@ struct Draft {
 struct Network {
     const Layer* layers;
     const void* embedding;  // [vocab, D]
+    const StoredMatrix* stored_embedding;  // null: `embedding` has it
     HyperConnection head;
     Matrix lm_head;
     const Draft* draft;     // null: not loaded
@@ -156,7 +162,7 @@ struct Step {
 // What a call returns: 0, or what is wrong. `detail` is the row at fault, -1 if there is none.
 enum Status : int32_t {
     OK = 0, OUT_OF_MEMORY = 1, BAD_TOKEN = 2, BAD_POSITION = 3, BAD_SLOT = 4, BAD_PAGE = 5, BAD_SEGMENT = 6, NO_DRAFT = 7,
-    INTERNAL = 8
+    INTERNAL = 8, UNREADABLE = 9
 };
 
 int64_t kernels_sizeof(const char* structure);              // -1: unknown name

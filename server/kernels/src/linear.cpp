@@ -1,10 +1,15 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <atomic>
+#include <vector>
 
+#include "expand.h"
 #include "lanes.h"
+#include "mapped.h"
 #include "parallel.h"
 #include "status.h"
+#include "stored.h"
 
 namespace kernels {
 namespace {
@@ -12,6 +17,7 @@ namespace {
 constexpr int TILE_ROWS = 6;
 constexpr int BLOCK_ROWS = 96;  // rows that a thread takes at a time
 constexpr int SIXTEENS = PANEL / LANES;
+constexpr int64_t EXPANDING = 16;  // rows that cost as much as making a stored weight fp32
 #if defined(__AVX512F__)
 constexpr int AHEAD = 0;  // the machine's own prefetching is as fast as memory
 constexpr int EXPAND_ROWS = 1 << 30;
@@ -194,6 +200,23 @@ void panel(const Input& x, int64_t rows, const T* w, int width, int64_t in, cons
     }
 }
 
+// The same panel of a weight that is stored: a part of it at a time is made fp32, for all rows.
+struct StoredPanel {
+    StoredRows weight;
+    int64_t first_column, in, rows;
+    Input x;
+    Output out;
+};
+void stored_panel(const StoredPanel& of) {
+    const int width = (of.weight.count + LANES - 1) / LANES * LANES;
+    alignas(64) float wide[PART * PANEL];
+    for (int64_t i = 0; i < of.in; i += PART) {
+        const int64_t length = std::min<int64_t>(PART, of.in - i);
+        expand(of.weight, of.first_column + i, length, width, wide);
+        all_rows(of.x.from(i), of.rows, wide, width, length, of.out, i == 0);
+    }
+}
+
 int64_t padded(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 int64_t element_nbytes(int32_t dtype) { return dtype == BF16 ? 2 : 4; }
@@ -220,6 +243,79 @@ void panel_of_rows(const Product& product, int64_t task) {
         panel(x, rows, static_cast<const float*>(weight.data) + before, width, weight.in, out);
 }
 
+// One panel of a portion for one block of rows; false if the file could not be read.
+bool portion_of_rows(const Product& product, const StoredWeights::Portion& portion, const StoredTensor& tensor,
+                     int64_t task) {
+    const int64_t blocks = n_blocks(product.rows), first = task / blocks * PANEL, row = task % blocks * BLOCK_ROWS;
+    const int columns = static_cast<int>(std::min<int64_t>(PANEL, portion.count - first));
+    const StoredPanel panel{
+        {&tensor, portion.row + first, columns},
+        portion.first_column,
+        product.weight->in,
+        std::min<int64_t>(BLOCK_ROWS, product.rows - row),
+        Input{product.x, product.x_stride}.row(row),
+        Output{product.out + portion.column + first, product.out_stride, columns}.row(row),
+    };
+    return read_mapped([](const void* of) { stored_panel(*static_cast<const StoredPanel*>(of)); }, &panel);
+}
+
+// The element of `sorted` that a task belongs to, by first_task.
+template <class T>
+T& owner_of(int64_t task, T* sorted, int64_t count) {
+    const auto is_before = [](int64_t wanted, const T& one) { return wanted < one.first_task; };
+    return *(std::upper_bound(sorted, sorted + count, task, is_before) - 1);
+}
+
+void in_memory_all(Product* products, int64_t count, int threads) {
+    int64_t tasks = 0, work = 0;
+    for (int64_t i = 0; i < count; i++) {
+        products[i].first_task = tasks;
+        tasks += n_panels(*products[i].weight) * n_blocks(products[i].rows);
+        work += products[i].rows * products[i].weight->in * products[i].weight->out;
+    }
+    parallel_for(tasks, work, threads, [&](int64_t task) {
+        const Product& product = owner_of(task, products, count);
+        panel_of_rows(product, task - product.first_task);
+    });
+}
+
+StoredWeights& weights_of(const Product& product) {
+    return *static_cast<StoredWeights*>(product.weight->stored->weights);
+}
+
+std::vector<StoredWeights::Portion> portions_of(const Product* products, int64_t count) {
+    std::vector<StoredWeights::Portion> portions;
+    for (int64_t i = 0; i < count; i++) weights_of(products[i]).list(*products[i].weight->stored, i, portions);
+    return portions;
+}
+
+void stored_all(const Product* products, int64_t count, int threads) {
+    StoredWeights& weights = weights_of(products[0]);
+    std::vector<StoredWeights::Portion> portions = portions_of(products, count);
+    weights.run(portions, [&](StoredWeights::Portion* some, size_t n) {
+        int64_t tasks = 0, work = 0;
+        for (size_t i = 0; i < n; i++) {
+            const Product& product = products[some[i].product];
+            some[i].first_task = tasks;
+            tasks += (some[i].count + PANEL - 1) / PANEL * n_blocks(product.rows);
+            work += (product.rows + EXPANDING) * product.weight->in * some[i].count;
+        }
+        std::atomic<int32_t> unread{-1};
+        parallel_for(tasks, work, threads, [&](int64_t task) {
+            const StoredWeights::Portion& portion = owner_of(task, some, static_cast<int64_t>(n));
+            const StoredTensor& tensor = weights.tensor_of(portion);
+            if (!portion_of_rows(products[portion.product], portion, tensor, task - portion.first_task))
+                unread = portion.slab;
+        });
+        return unread.load();
+    });
+}
+
+// Puts the products of stored weights last; returns the first of them.
+Product* stored_last(Product* products, int64_t count) {
+    return std::stable_partition(products, products + count, [](const Product& one) { return !one.weight->stored; });
+}
+
 }  // namespace
 
 void linear(const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* out, int64_t out_stride,
@@ -229,17 +325,16 @@ void linear(const Matrix& weight, const float* x, int64_t x_stride, int64_t rows
 }
 
 void linear_all(Product* products, int64_t count, int threads) {
-    int64_t tasks = 0, work = 0;
-    for (int64_t i = 0; i < count; i++) {
-        products[i].first_task = tasks;
-        tasks += n_panels(*products[i].weight) * n_blocks(products[i].rows);
-        work += products[i].rows * products[i].weight->in * products[i].weight->out;
-    }
-    parallel_for(tasks, work, threads, [&](int64_t task) {
-        const auto is_before = [](int64_t wanted, const Product& product) { return wanted < product.first_task; };
-        const Product& product = *(std::upper_bound(products, products + count, task, is_before) - 1);
-        panel_of_rows(product, task - product.first_task);
-    });
+    bool any = false;
+    for (int64_t i = 0; i < count; i++) any |= products[i].weight->stored != nullptr;
+    if (!any) return in_memory_all(products, count, threads);
+    Product* const stored = stored_last(products, count);
+    stored_all(stored, products + count - stored, threads);
+    in_memory_all(products, stored - products, threads);
+}
+
+void ask_for(const Product* products, int64_t count) {
+    if (count && products[0].weight->stored) weights_of(products[0]).ask_for(portions_of(products, count));
 }
 
 }  // namespace kernels

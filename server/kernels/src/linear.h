@@ -1,4 +1,5 @@
-// Linear maps: x [rows, in] times a weight [out, in] transposed -> [rows, out], fp32; weights fp32 or bf16.
+// Linear maps: x [rows, in] times a weight [out, in] transposed -> [rows, out], fp32; weights fp32 or bf16 in memory, or
+// as a file stores them (stored.h).
 //
 // Packed form: panels of PANEL columns (outputs), the last one as many sixteens as are left. A panel of width w is
 // [in, w] in fp32, or [in / 2 rounded up, w, 2] in bf16: a number and its neighbour along `in` share 32 bits.
@@ -7,7 +8,8 @@
 //
 // The rule that keeps bits fixed: `in` is cut into parts of PART elements. Inside a part an output is one chain of
 // fused multiply-adds in ascending order that starts with 0; the parts are added in ascending order. Rows, panels,
-// threads and the width of a register change who computes a chain, never the chain.
+// threads and the width of a register change who computes a chain, never the chain. A stored weight becomes the same fp32
+// numbers before it is multiplied, so a map of it is the same bits.
 #pragma once
 #include "kernels.h"
 
@@ -34,7 +36,12 @@ void linear(const Matrix& weight, const float* x, int64_t x_stride, int64_t rows
             int threads);
 
 // Several maps whose panels the threads share as if they were one: experts, or the groups of an output projection.
+// Weights that stay in their files may come last, and all belong to one checkpoint; the order of products may change.
+// Throws Unreadable (stored.h).
 void linear_all(Product* products, int64_t count, int threads);
+
+// Begins to read what these maps will need of their files.
+void ask_for(const Product* products, int64_t count);
 
 inline Matrix group_of(const GroupedMatrix& weight, int group) {
     Matrix one = weight.first;

@@ -19,15 +19,19 @@
 #include "parallel.h"
 #include "scratch.h"
 #include "status.h"
+#include "stored.h"
 
 namespace kernels {
 namespace {
 
-// One row of the embedding as fp32.
-void embed(const Network& network, int64_t token, float* out) {
+// The embeddings of the step's tokens as fp32 [rows, D].
+void embed(const Network& network, const Step& step, float* out) {
+    if (const StoredMatrix* const stored = network.stored_embedding)
+        return static_cast<StoredWeights*>(stored->weights)->gather(*stored, step.token, step.rows, out);
     const auto* const table = static_cast<const uint8_t*>(network.embedding);
-    const int64_t nbytes = network.hidden * dtype_nbytes(network.embedding_dtype);
-    from_dtype(table + token * nbytes, network.hidden, network.embedding_dtype, out);
+    const int64_t width = network.hidden, nbytes = width * dtype_nbytes(network.embedding_dtype);
+    for (int64_t r = 0; r < step.rows; r++)
+        from_dtype(table + step.token[r] * nbytes, width, network.embedding_dtype, out + r * width);
 }
 
 // The streams of a step and what a sublayer makes of them.
@@ -91,10 +95,9 @@ void mix_inputs(const Network& network, const Draft& draft, const void* before, 
     from_dtype(before, n_streams * hidden, network.streams_dtype, normed);
     for (int64_t i = 0; i < n_streams; i++)
         rms_norm(normed + i * hidden, draft.h_norm, hidden, draft.norm_eps, normed + i * hidden);
-    for (int64_t r = 0; r < step.rows; r++) {
-        embed(network, step.token[r], rows.x + r * hidden);
+    embed(network, step, rows.x);
+    for (int64_t r = 0; r < step.rows; r++)
         rms_norm(rows.x + r * hidden, draft.e_norm, hidden, draft.norm_eps, rows.x + r * hidden);
-    }
     if (draft.h_proj.quantized_input) quantize_rows(normed, n_streams, hidden, normed, step.threads);
     if (draft.e_proj.quantized_input) quantize_rows(rows.x, step.rows, hidden, rows.x, step.threads);
     linear(draft.h_proj, normed, hidden, n_streams, rows.streams, hidden, step.threads);
@@ -129,7 +132,9 @@ int32_t kernels_forward(const Network* network, const Step* step, float* logits,
                         int64_t* detail) {
     return run(*network, network->layers, network->n_layers, *step, detail, [&](Activations& rows) {
         const int64_t width = network->hidden, n = network->streams;
-        for (int64_t i = 0; i < step->rows * n; i++) embed(*network, step->token[i / n], rows.streams + i * width);
+        embed(*network, *step, rows.x);
+        for (int64_t i = 0; i < step->rows * n; i++)
+            std::copy_n(rows.x + i / n * width, width, rows.streams + i * width);
         for (int64_t i = 0; i < network->n_layers; i++) run_layer(*network, network->layers[i], rows);
         write_output(*network, network->head, rows, logits, streams, hidden);
     });

@@ -15,6 +15,7 @@ struct Fp8 {
     static constexpr int DROPPED = 20;                     // bits of an fp32 fraction that it does not have
     static constexpr float STEPS = 16384.0f;               // 2^14: fp32 numbers of this size are 2^-9 apart
     static constexpr uint32_t BIAS = 120;                  // of fp32's exponent, less that of this format's
+    static constexpr int PER_BYTE = 1;
 };
 
 // E2M1: numbers from 1 on have 1 bit of fraction behind a hidden one; below they are multiples of 0.5.
@@ -25,6 +26,7 @@ struct Fp4 {
     static constexpr int DROPPED = 22;
     static constexpr float STEPS = 4194304.0f;  // 2^22: 0.5 apart
     static constexpr uint32_t BIAS = 126;
+    static constexpr int PER_BYTE = 2;
 };
 
 // The bits of the largest magnitude; those of a NaN are the largest of all.
@@ -127,12 +129,30 @@ void simulate(const float* x, int64_t n, int block, float* out) {
     });
 }
 
-template <class T>
+void read_codes(const uint8_t* codes, int64_t n, Fp8, float* values) {
+    for (int64_t i = 0; i < n; i++) values[i] = fp8_value(codes[i]);
+}
+void read_codes(const uint8_t* codes, int64_t n, Fp4, float* values) {
+    for (int64_t i = 0; i < n / 2; i++) {
+        values[2 * i] = fp4_value(codes[i] & 15u);
+        values[2 * i + 1] = fp4_value(codes[i] >> 4);
+    }
+}
+
+// Codes are read many at a time, however small the blocks are.
+template <class F, class T>
 void decode(const uint8_t* codes, const uint8_t* scales, int64_t n, int block, T* x) {
-    each_block(n, block, [=](int64_t first, int64_t length, int64_t index) {
-        const float scale = scale_value(scales[index]);
-        for (int64_t i = first; i < first + length; i++) put(fp8_value(codes[i]) * scale, x + i);
-    });
+    constexpr int64_t AT_A_TIME = 512;
+    float values[AT_A_TIME];
+    for (int64_t start = 0; start < n; start += AT_A_TIME) {
+        const int64_t stop = std::min(n, start + AT_A_TIME);
+        read_codes(codes + start / F::PER_BYTE, stop - start, F{}, values);
+        for (int64_t first = start, end; first < stop; first = end) {
+            end = std::min(stop, (first / block + 1) * block);
+            const float scale = scale_value(scales[first / block]);
+            for (int64_t i = first; i < end; i++) put(values[i - start] * scale, x + i);
+        }
+    }
 }
 
 }  // namespace
@@ -147,10 +167,10 @@ void encode_fp8(const float* x, int64_t n, int block, uint8_t* codes, uint8_t* s
 }
 
 void decode_fp8(const uint8_t* codes, const uint8_t* scales, int64_t n, int block, float* x) {
-    decode(codes, scales, n, block, x);
+    decode<Fp8>(codes, scales, n, block, x);
 }
 void decode_fp8(const uint8_t* codes, const uint8_t* scales, int64_t n, int block, Bf16* x) {
-    decode(codes, scales, n, block, x);
+    decode<Fp8>(codes, scales, n, block, x);
 }
 
 void encode_fp4(const float* x, int64_t n, int block, uint8_t* codes, uint8_t* scales) {
@@ -166,15 +186,7 @@ void encode_fp4(const float* x, int64_t n, int block, uint8_t* codes, uint8_t* s
 }
 
 void decode_fp4(const uint8_t* codes, const uint8_t* scales, int64_t n, int block, float* x) {
-    each_block(n, block, [=](int64_t first, int64_t length, int64_t index) {
-        const float scale = scale_value(scales[index]);
-        const uint8_t* const from = codes + first / 2;
-        float* const to = x + first;
-        for (int64_t i = 0; i < length / 2; i++) {
-            to[2 * i] = fp4_value(from[i] & 15u) * scale;
-            to[2 * i + 1] = fp4_value(from[i] >> 4) * scale;
-        }
-    });
+    decode<Fp4>(codes, scales, n, block, x);
 }
 
 float encode_fp8_row(const float* x, int64_t n, uint8_t* codes) {

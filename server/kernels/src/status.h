@@ -3,6 +3,7 @@
 #include <new>
 
 #include "kernels.h"
+#include "stored.h"
 
 namespace kernels {
 
@@ -12,6 +13,8 @@ int32_t guarded(F compute) {
         return compute();
     } catch (const std::bad_alloc&) {
         return OUT_OF_MEMORY;
+    } catch (const Unreadable&) {
+        return UNREADABLE;
     } catch (...) {
         return INTERNAL;
     }

@@ -249,3 +249,10 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("checkpoint_making.making.write_tensors", fails)
     assert main([str(tmp_path / "made"), "--from", str(BUNDLED_MODEL)]) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("nbytes", ["0", "0.5", "much"])
+def test_a_shard_without_bytes_is_refused(tmp_path: Path, nbytes: str) -> None:
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "made"), "--from", str(BUNDLED_MODEL), "--shard-size", nbytes])
+    assert list(tmp_path.iterdir()) == []

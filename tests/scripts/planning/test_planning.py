@@ -76,9 +76,28 @@ def test_a_checkpoint_directory_is_a_config_too(capsys: pytest.CaptureFixture[st
     ("options", "words"),
     [
         (["--config", "nowhere"], "there is no nowhere: give --config"),
+        (
+            ["--config", "flash", "--context", "1048577"],
+            "--context 1,048,577: max_position_embeddings allows 1,048,576",
+        ),
+        (["--config", "flash", "--tokens", "9", "1048576"], "--tokens 1,048,576: max_position_embeddings allows"),
         (["--config", "flash", "--page-size", "100"], "page size 100 is not a multiple of c128_kv's 128"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(capsys: pytest.CaptureFixture[str], options: list[str], words: str) -> None:
     assert main(options) == 2
     assert words in capsys.readouterr().err
+
+
+def test_what_a_config_does_not_allow_is_not_planned_unasked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", str(BUNDLED_MODEL)]) == 0
+    report = capsys.readouterr().out
+    assert "8 requests of 8,192 tokens" in report
+    assert report.splitlines()[-1].startswith("8,191 ")
+
+
+@pytest.mark.parametrize("rate", ["0", "0GB/s", "25GBit/s", "fast"])
+def test_a_wire_without_a_rate_is_refused(capsys: pytest.CaptureFixture[str], rate: str) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--config", "flash", "--wire", rate])
+    assert f"argument --wire: '{rate}' is no rate, such as 25GB/s" in capsys.readouterr().err
