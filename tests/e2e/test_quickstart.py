@@ -96,8 +96,9 @@ def test_it_ends_with_the_tests_that_have_started_it() -> None:
     """Also where those are killed: before, a test run that was ended from outside left a pair behind."""
     code = "from tests.e2e.test_quickstart import start; print(start().pid, flush=True); input()"
     with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as tests:
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"},
+    ) as tests:  # fmt: skip
         pid = int((tests.stdout or sys.stdin).readline())
         tests.kill()
     until(lambda: not Path(f"/proc/{pid}").exists(), 100, "the quickstart has ended")
