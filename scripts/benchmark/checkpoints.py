@@ -7,15 +7,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
+from checkpoint_making.config import with_format
+from checkpoint_making.making import random_weights, write_checkpoint
+from checkpoint_making.tokenizer import tokenizer_files
 
-from server.model.config import load_config
-from server.model.loader import official_key
-from server.model.network import DeepseekV4
 from server.node.options import BUNDLED_MODEL
 
 LONG_POSITIONS = 65536
+FORMAT = "bf16"
+"""Of random checkpoints: a baseline may not know the quantized ones."""
 
 COMMON: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -133,33 +133,6 @@ def _with_more_positions(source: Path, path: Path) -> None:
 
 
 def write_random(config: dict[str, Any], path: Path, seed: int = 0) -> None:
-    """Writes a checkpoint of ``config`` with random weights (bf16, official keys) and the bundled tokenizer."""
-    staging = path.with_name(f".{path.name}")
-    staging.mkdir(parents=True)
-    for file in BUNDLED_MODEL.glob("tokenizer*.json"):
-        shutil.copy(file, staging)
-    (staging / "config.json").write_text(json.dumps(config))
-    with torch.device("meta"):
-        model = DeepseekV4(load_config(staging), torch.bfloat16, 0)
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {
-        official_key(name): _random(name, tensor, config, generator) for name, tensor in model.named_parameters()
-    }
-    save_file(tensors, staging / "model.safetensors")
-    staging.rename(path)
-
-
-def _random(name: str, like: torch.Tensor, config: dict[str, Any], generator: torch.Generator) -> torch.Tensor:
-    """Weights of a size that keeps activations near one; norms near one; a hash layer's experts, all different."""
-    shape = tuple(like.shape)
-    if name.endswith("tid2eid"):
-        order = torch.rand(shape[0], config["n_routed_experts"], generator=generator).argsort(dim=1)
-        return order[:, : shape[1]].to(like.dtype).contiguous()
-    values = torch.randn(shape, generator=generator)
-    if "norm" in name:
-        values = 1 + 0.1 * values
-    elif len(shape) > 1 and not name.endswith("ape"):
-        values = values / shape[-1] ** 0.5
-    else:
-        values = 0.1 * values
-    return values.to(torch.bfloat16)
+    """Writes a checkpoint of ``config`` with random weights (bf16) and the bundled tokenizer."""
+    raw = with_format(config, FORMAT)
+    write_checkpoint(path, raw, FORMAT, random_weights(raw, FORMAT, seed), copied=tokenizer_files(BUNDLED_MODEL))

@@ -8,12 +8,12 @@ from functools import partial
 from statistics import median
 
 from server.cache.layout import ArenaLayout
-from server.cache.specs import CacheGeometry
+from server.cache.specs import CacheGeometry, Scope
 from server.model.config import load_config
 from server.model.state import state_components
 
 from .client import ttft_s
-from .measurement import Measurement, Prompt
+from .measurement import BenchFailed, Measurement, Prompt
 from .raw_write import RawWriter
 from .servers import BASELINE, HAND_OFF_PHASES, PD, Server, a_pair, bundled_servers, node_options, running
 from .session import Pace, Session
@@ -61,6 +61,7 @@ def _measure(
                 "ms",
                 ((HAND_OFF, RAW_WRITE), (HAND_OFF, HAND_OFF + BASELINE)),
                 size={"checkpoint": checkpoint, "tokens": n, "nbytes": nbytes},
+                details={"most_pieces": most_pieces(layout, n)},
             )
             possible = pace.possible(m, pairs, n)
             if possible:
@@ -70,12 +71,23 @@ def _measure(
 
 def _round(pairs: dict[str, Server], raw: RawWriter, prompt: Prompt, nbytes: int, pace: Pace, m: Measurement) -> None:
     for name, pair in pairs.items():
-        seconds = pair.hand_off(prompt, nbytes)
-        pace.took(name, len(prompt), seconds["TTFT"])
-        m.add(name, 1e3 * sum(seconds.get(phase, 0.0) for phase in HAND_OFF_PHASES))
+        found = pair.hand_off(prompt, nbytes)
+        pace.took(name, len(prompt), found.ttft_s)
+        m.add(name, 1e3 * sum(found.phases_s.get(phase, 0.0) for phase in HAND_OFF_PHASES))
         for phase in HAND_OFF_PHASES:
-            m.add(f"{name}: {phase}", 1e3 * seconds.get(phase, 0.0))
+            m.add(f"{name}: {phase}", 1e3 * found.phases_s.get(phase, 0.0))
+        if found.pieces > (most := m.details["most_pieces"]):
+            raise BenchFailed(f"{name}: {found.pieces} writes for {len(prompt)} tokens, at most {most} are right")
+        m.details[f"pieces, {name}"] = found.pieces
     m.add(RAW_WRITE, 1e3 * median(raw.write_s(nbytes) for _ in range(RAW_WRITES_A_ROUND)))
+
+
+def most_pieces(layout: ArenaLayout, n: int) -> int:
+    """Writes that a prompt of ``n`` tokens may take (docs/layout.md). Every full page may be a run of its own: its
+    neighbours are sent after other chunks.
+    """
+    rings = sum(c.scope is Scope.SLOT for c in layout.components) - 1  # the hand-off row is none
+    return n // layout.page_size + 3 + 3 * rings + 1
 
 
 def _layout(session: Session, checkpoint: str) -> ArenaLayout:

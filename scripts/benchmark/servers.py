@@ -26,6 +26,17 @@ HAND_OFF_PHASES = ("digest", "transfer", "commit")
 
 
 @dataclass(frozen=True)
+class HandOff:
+    """One prompt's way: ``phases_s`` are the seconds of every phase that the prefill node measures, ``pieces`` the
+    contiguous writes that its state came in.
+    """
+
+    ttft_s: float
+    phases_s: dict[str, float]
+    pieces: int
+
+
+@dataclass(frozen=True)
 class Server:
     """Who answers: ``node``, and the ``prefill`` node behind it, if any."""
 
@@ -44,15 +55,16 @@ class Server:
         """Bytes of state that came so far."""
         return sum(self.node.transfer_bytes().values())
 
-    def hand_off(self, prompt: Prompt, nbytes: int) -> dict[str, float]:
-        """One prompt through the pair: seconds of its ``TTFT``, and of every phase that the prefill node measures.
+    def pieces(self) -> int:
+        """Contiguous writes that it came in so far."""
+        return int(self.node.samples("pd_transfer_pieces_total")[()])
 
-        Raises :class:`BenchFailed` unless exactly ``nbytes`` of state moved for it.
-        """
+    def hand_off(self, prompt: Prompt, nbytes: int) -> HandOff:
+        """One prompt through the pair. Raises :class:`BenchFailed` unless exactly ``nbytes`` of state moved for it."""
         if self.prefill is None:
             raise ValueError("a node alone hands nothing over")
         p = self.prefill
-        before, moved_before = phases_of(p), self.moved()
+        before, moved_before, pieces_before = phases_of(p), self.moved(), self.pieces()
         n_before = n_committed(p)
         ttft = ttft_s(self.url, prompt)
         try:  # the prefill node counts a room a moment after the decode node has answered
@@ -61,7 +73,8 @@ class Server:
             raise BenchFailed(f"the prefill node: {error}") from error
         if (moved := self.moved() - moved_before) != nbytes:
             raise BenchFailed(f"{moved} bytes were moved for {len(prompt)} prompt tokens, expected {nbytes}")
-        return {"TTFT": ttft} | {name: seconds - before.get(name, 0.0) for name, seconds in phases_of(p).items()}
+        seconds = {name: seconds - before.get(name, 0.0) for name, seconds in phases_of(p).items()}
+        return HandOff(ttft, seconds, self.pieces() - pieces_before)
 
 
 def n_committed(prefill: Node) -> float:

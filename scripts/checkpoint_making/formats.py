@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from server.model.blocks import WEIGHT_BLOCK
 from server.model.official_tensors import TensorSpec
-from server.model.quantization import WEIGHT_BLOCK
 
 CHUNK_VALUES = 1 << 22
 """Values that are computed at a time: 16 MiB in fp32."""

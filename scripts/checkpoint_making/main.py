@@ -16,8 +16,6 @@ Written shard by shard, with a few hundred MB of memory whatever the size. Exit 
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,18 +24,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from server.model.config import CheckpointError, ModelConfig, config_from
-from server.model.official_tensors import TensorSpec, official_tensors
+from server.model.config import CheckpointError
 from server.node.options import BUNDLED_MODEL
-from server.sizes import nbytes_of, size
+from server.sizes import nbytes_of
 
 from .config import DRAFTS, FORMATS, KNOWN, draft_of, read_config, with_changes, with_draft, with_format
-from .files import FilesError, ShardedFiles
-from .random_weights import RandomWeights
-from .stored_weights import StoredWeights
+from .files import FilesError
+from .making import SHARD_NBYTES, random_weights, stored_tensors, stored_weights, write_checkpoint
 from .table import print_table
-from .tokenizer import TOKENIZER_FILES, copy_files, fitting_tokenizer
-from .writing import Weights, write_tensors
+from .tokenizer import fitting_tokenizer
+from .writing import Weights
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -61,7 +57,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft", choices=DRAFTS, help="the draft's tensors (default: what the config says)")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers (0)")
     parser.add_argument(
-        "--shard-size", type=_nbytes, default="5GB", metavar="BYTES", help="most bytes of one file, such as 500MB (5GB)"
+        "--shard-size",
+        type=_nbytes,
+        default=SHARD_NBYTES,
+        metavar="BYTES",
+        help="most bytes of one file, such as 500MB (5GB)",
     )
     parser.add_argument(
         "--tokenizer",
@@ -95,70 +95,32 @@ def target_config(args: argparse.Namespace) -> dict[str, Any]:
     return with_format(with_draft(changed, args.draft or draft_of(changed)), args.format)
 
 
-def stored_tensors(raw: dict[str, Any], form: str) -> dict[str, TensorSpec]:
-    """The tensors of a checkpoint with this config. Raises :class:`CheckpointError` for what this server cannot
-    compute.
-    """
-    table = official_tensors(config_from(raw, "config.json"), draft=draft_of(raw) != "none")
-    if form != "fp32":
-        return table
-    return {key: TensorSpec(spec.shape, "F32" if spec.dtype == "BF16" else spec.dtype) for key, spec in table.items()}
-
-
-def random_weights(raw: dict[str, Any], form: str, seed: int) -> RandomWeights:
-    """Those of the ``base`` or of the official format; a plain checkpoint holds the values of the official one."""
-    form = form if form == "base" else "official"
-    quantized = with_format(raw, form)
-    return RandomWeights(stored_tensors(quantized, form), raw["n_routed_experts"], seed)
-
-
-def stored_weights(source: Path, raw: dict[str, Any]) -> StoredWeights:
-    """The weights of ``source``, which are not quantized twice. Raises :class:`CheckpointError`."""
-    own = read_config(str(source))
-    config: ModelConfig = config_from(own, str(source / "config.json"))
-    if config.quantization.linears and "quantization_config" in raw:
-        raise CheckpointError(f"{source} is quantized already: only --format bf16 and fp32 can be made from it")
-    return StoredWeights(source, official_tensors(config, draft=draft_of(own) != "none"))
-
-
-def make(args: argparse.Namespace, console: Console) -> None:
-    """Makes ``args.output``, which appears when it is complete.
+def make(args: argparse.Namespace) -> str:
+    """Makes ``args.output``; what it has in words.
 
     Raises :class:`CheckpointError`, :class:`FilesError` or :class:`OSError`.
     """
-    output: Path = args.output
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FilesError(f"{output} is there already: name a directory that is not")
-    raw = target_config(args)
-    table = stored_tensors(raw, args.format)
+    raw, form, source = target_config(args), args.format, args.source
+    weights: Weights = random_weights(raw, form, args.seed) if source is None else stored_weights(source, raw)
+    copied = fitting_tokenizer(args.tokenizer, source or BUNDLED_MODEL, raw["vocab_size"])
+    if source is not None and (generation := source / "generation_config.json").is_file():
+        copied.append(generation)
+    table = stored_tensors(raw, form)
     total = sum(spec.nbytes for spec in table.values())
-    weights: Weights = (
-        random_weights(raw, args.format, args.seed) if args.source is None else stored_weights(args.source, raw)
-    )
-    tokenizer = fitting_tokenizer(args.tokenizer, args.source or BUNDLED_MODEL, raw["vocab_size"])
-    output.parent.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(output.parent).free) < total:
-        raise FilesError(f"{output} needs {size(total)}, the disk has {size(free)} free")
-    staging = output.with_name(f".{output.name}.partial")
-    staging.mkdir()
-    try:
-        files = ShardedFiles(staging, table, args.shard_size)
-        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            bar = progress.add_task("", total=total)
-            write_tensors(files, table, weights, lambda n: progress.advance(bar, n))
-        (staging / "config.json").write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        copied = copy_files(tokenizer, staging, TOKENIZER_FILES) if tokenizer else []
-        if args.source is not None:
-            copied += copy_files(args.source, staging, ("generation_config.json",))
-        if output.exists():
-            output.rmdir()
-        staging.rename(output)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    words = f"{output}: {len(table):,} tensors, {total:,} bytes in {files.n_files} files, {args.format} format"
-    console.print(f"{words}, {', '.join(copied) if copied else 'no tokenizer'}", highlight=False)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=total)
+        files = write_checkpoint(
+            args.output,
+            raw,
+            form,
+            weights,
+            copied=copied,
+            shard_nbytes=args.shard_size,
+            on_bytes=lambda n: progress.advance(bar, n),
+        )
+    words = f"{args.output}: {len(table):,} tensors, {total:,} bytes in {files.n_files} files, {form} format"
+    return f"{words}, {', '.join(file.name for file in copied) if copied else 'no tokenizer'}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.list:
             print_table(console, stored_tensors(target_config(args), args.format))
         else:
-            make(args, console)
+            console.print(make(args), highlight=False)
     except (CheckpointError, FilesError, OSError) as error:
         print(f"make_checkpoint: {error}", file=sys.stderr)
         return 2

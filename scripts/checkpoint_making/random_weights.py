@@ -15,10 +15,9 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from server.model.blocks import FP4_BLOCK, WEIGHT_BLOCK
 from server.model.official_tensors import TensorSpec
 from server.model.quantization import (
-    FP4_BLOCK,
-    WEIGHT_BLOCK,
     dequantize_fp4,
     dequantize_fp8,
     fp4_codes,

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from server.model.blocks import WEIGHT_BLOCK
 from server.model.config import CheckpointError
 from server.model.official_tensors import TensorSpec
-from server.model.quantization import WEIGHT_BLOCK, dequantize_fp4, dequantize_fp8, quantize_fp4, quantize_fp8
+from server.model.quantization import dequantize_fp4, dequantize_fp8, quantize_fp4, quantize_fp8
 from server.model.tensor_files import TensorHeader, tensor_headers
 
 

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
+from server.model.blocks import WEIGHT_BLOCK
 from server.model.official_tensors import TensorSpec
-from server.model.quantization import WEIGHT_BLOCK
 
 from .files import ShardedFiles
 from .formats import formats_of, row_chunks, scale_of

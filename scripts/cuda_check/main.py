@@ -30,7 +30,7 @@ BUDGETS_S = {"facts": 40.0, "parity": 90.0, "waiting": 40.0, "pair": 110.0, "spe
 """What each section may take, in the order in which they run: less than eight minutes, also if none ends by itself."""
 REHEARSAL_TIMES = 5
 """By how much longer a section may take on the CPU: it may be a busy one, and nobody pays for it by the minute."""
-END_S = 20.0
+END_S = 15.0
 """For a section that was asked to end, with the servers that it has started."""
 NO_DEVICE = 3
 PROGRAM = ("-m", "cuda_check.section")

@@ -1,12 +1,13 @@
-"""Lanes for work whose cost follows a request's size: one job at a time, the smallest waiting one first."""
+"""Lanes for work whose cost follows a request's size: one job at a time, the smallest waiting one first, or those of
+clients that have had least.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TypeVar
 
@@ -16,6 +17,8 @@ from server.threads import Threads
 
 T = TypeVar("T")
 
+FORGOTTEN = 0.1
+"""Seconds of work for a client that are forgotten with each second."""
 _LARGE = 1 << 18
 """Size of a job whose memory is worth a search, once it is over."""
 
@@ -29,8 +32,21 @@ class LaneLimits:
     run_s: float = 30.0
 
 
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """One that waits for its ``turn``."""
+
+    size: int
+    age: int
+    client: str | None
+    turn: asyncio.Future[None]
+
+
 class Lane:
     """A thread of its own with a bounded queue in front of it. A caller that is cancelled takes its job out of it.
+
+    Where a job's size says little of its cost, it comes with its ``client``: first are those of clients for whom the
+    lane has worked least of late, of equal ones the smallest.
 
     A job in the thread cannot be ended, so only jobs of a bounded size may come here, or those whose ``give_up`` ends
     them by other means. The next one begins when the thread is free, whether somebody still waits for the job or not.
@@ -40,7 +56,11 @@ class Lane:
         self.name = name
         self._limits = limits
         self._threads = Threads(name, 1)
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap, by size and then by age
+        self._waiting: list[_Job] = []
+        self._spent: dict[str, tuple[float, float]] = {}
+        """For each client the seconds of work that were not forgotten at that time, of the event loop's clock."""
+        self._running: tuple[str | None, float] = None, 0.0
+        """The client of the job in the thread, and since when it runs."""
         self._ages = itertools.count()
         self._is_taken = False
 
@@ -48,18 +68,26 @@ class Lane:
     def n_waiting(self) -> int:
         return len(self._waiting)
 
-    async def run(self, size: int, function: Callable[[], T], give_up: Callable[[], None] | None = None) -> T:
+    async def run(
+        self,
+        size: int,
+        function: Callable[[], T],
+        give_up: Callable[[], None] | None = None,
+        *,
+        client: str | None = None,
+    ) -> T:
         """The result of ``function``, called in the lane's thread when its turn comes. Jobs of less ``size`` go first.
 
         ``give_up`` is called when nobody waits for a call that may have begun: the caller was cancelled, or it ran for
         too long.
 
-        Raises :class:`RequestFailed`: 503 ``overloaded`` if too many jobs wait, or the turn does not come in time; 504
-        ``deadline`` for a call that does not end in time; and what the call raises.
+        Raises :class:`RequestFailed`: 503 ``overloaded`` if too many jobs wait that go first, or the turn does not come
+        in time; 504 ``deadline`` for a call that does not end in time; and what the call raises.
         """
         if self._is_taken:
-            await self._wait(size)
+            await self._wait(size, client)
         self._is_taken = True
+        self._running = client, _now()
         call = asyncio.ensure_future(self._threads.run(function))
         call.add_done_callback(partial(self._on_done, size))
         try:
@@ -78,42 +106,82 @@ class Lane:
 
     def _on_done(self, size: int, call: asyncio.Future[T]) -> None:
         """The thread is free again, perhaps long after its caller has gone."""
+        self._charge()
         if not call.cancelled():
             call.exception()  # looked at, also where nobody waits for it
         self._pass_on()
         if size >= _LARGE:
             give_back_soon()
 
-    async def _wait(self, size: int) -> None:
-        if len(self._waiting) >= self._limits.max_waiting:
-            reason = f"{len(self._waiting)} requests wait already (phase {self.name}): try again later"
-            raise RequestFailed(Failure("overloaded", reason))
+    async def _wait(self, size: int, client: str | None) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (size, next(self._ages), turn)
-        heapq.heappush(self._waiting, entry)
+        job = _Job(size, next(self._ages), client, turn)
+        if len(self._waiting) >= self._limits.max_waiting:
+            self._make_room(job)
+        self._waiting.append(job)
         try:
             async with asyncio.timeout(self._limits.wait_s):
                 await turn
         except BaseException as error:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-                heapq.heapify(self._waiting)
-            elif turn.done() and not turn.cancelled():
+            if job in self._waiting:
+                self._waiting.remove(job)
+            elif turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._pass_on()  # the turn came at the same moment
             if isinstance(error, TimeoutError):
-                reason = f"phase {self.name}: no turn within {self._limits.wait_s:g} s, other requests were shorter"
+                reason = f"phase {self.name}: no turn within {self._limits.wait_s:g} s, other requests went first"
                 raise RequestFailed(Failure("overloaded", reason)) from error
             raise
 
+    def _make_room(self, job: _Job) -> None:
+        """Takes a job of a client that has had more out of the full queue.
+
+        :raises RequestFailed: 503 ``overloaded``: there is none.
+        """
+        reason = f"{len(self._waiting)} requests wait already (phase {self.name}): try again later"
+        overloaded = RequestFailed(Failure("overloaded", reason))
+        now = _now()
+        last = max(self._waiting, key=self._order(now))
+        if self._spent_s(last.client, now) <= self._spent_s(job.client, now):
+            raise overloaded
+        self._waiting.remove(last)
+        if not last.turn.done():
+            last.turn.set_exception(overloaded)
+
+    def _order(self, now: float) -> Callable[[_Job], tuple[float, int, int]]:
+        """By what the jobs that wait are ranked: the smallest goes first."""
+        return lambda job: (self._spent_s(job.client, now), job.size, job.age)
+
+    def _spent_s(self, client: str | None, now: float) -> float:
+        """What the lane has worked for ``client``, and works now, as far as it is not forgotten."""
+        if client is None:
+            return 0.0
+        running, began = self._running
+        spent_s, at = self._spent.get(client, (0.0, now))
+        return max(0.0, spent_s - FORGOTTEN * (now - at)) + (now - began if client == running else 0.0)
+
+    def _charge(self) -> None:
+        """The running job is over."""
+        (client, _), now = self._running, _now()
+        if client is not None:
+            self._spent[client] = self._spent_s(client, now), now
+        self._running = None, 0.0
+        self._spent = {name: spent for name, spent in self._spent.items() if self._spent_s(name, now)}
+
     def _pass_on(self) -> None:
-        """The turn goes to the smallest job that waits. The lane stays taken for it until it runs."""
+        """The turn goes to the first of the jobs that wait. The lane stays taken for it until it runs."""
         self._is_taken = False
         while self._waiting:
-            turn = heapq.heappop(self._waiting)[-1]
+            job = min(self._waiting, key=self._order(_now()))
+            self._waiting.remove(job)
+            turn = job.turn
             if not turn.done():
                 turn.set_result(None)
                 self._is_taken = True
                 return
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _lane(name: str, max_waiting: int) -> Lane:
@@ -129,8 +197,9 @@ class Lanes:
     texts: Lane = field(default_factory=lambda: _lane("tokenize", 256))
     long_texts: Lane = field(default_factory=lambda: _lane("tokenize long", 32))
     answers: Lane = field(default_factory=lambda: _lane("spell answer", 256))
+    grammar_texts: Lane = field(default_factory=lambda: _lane("read grammar", 256))
     grammars: Lane = field(default_factory=lambda: _lane("compile grammar", 64))
 
     def close(self) -> None:
-        for lane in (self.bodies, self.templates, self.texts, self.long_texts, self.answers, self.grammars):
-            lane.close()
+        for each in fields(self):
+            getattr(self, each.name).close()

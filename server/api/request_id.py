@@ -25,13 +25,15 @@ _GENERATING = ("/v1/", "/generate")
 class RequestName:
     """One HTTP request. ``taken_on``: the node works for it and will log its end; ``code`` of its error, if any.
 
-    Its head was there at ``arrived_at`` (by ``time.monotonic``). ``traceparent`` is its header, as it came.
+    Its head was there at ``arrived_at`` (by ``time.monotonic``). ``traceparent`` is its header, as it came, ``client``
+    the address at the other end of its connection.
     """
 
     id: str
     taken_on: bool = False
     code: str | None = None
     traceparent: str | None = None
+    client: str = ""
     arrived_at: float = field(default_factory=time.monotonic)
 
 
@@ -67,7 +69,11 @@ class RequestId:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        name = RequestName(clean(headers.get(HEADER, "")) or draw_id(), traceparent=headers.get(TRACE_HEADER))
+        name = RequestName(
+            clean(headers.get(HEADER, "")) or draw_id(),
+            traceparent=headers.get(TRACE_HEADER),
+            client=(scope.get("client") or ("",))[0],
+        )
         _current.set(name)  # a server gives every request a context of its own
 
         async def named(message: Message) -> None:

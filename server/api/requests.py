@@ -174,7 +174,8 @@ def _generation_requests(
             seed = None if sampling.seed is None else sample_seed(sampling.seed, sample)
             index = len(requests)
             sample_id = f"{response_id}-{index}"
-            requests.append(GenerationRequest(sample_id, prompt_ids, replace(sampling, seed=seed), rooms[index]))
+            sampled = replace(sampling, seed=seed)
+            requests.append(GenerationRequest(sample_id, prompt_ids, sampled, rooms[index], group=response_id))
     return requests
 
 

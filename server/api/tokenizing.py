@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from server.api.errors import InvalidRequest
 from server.api.lanes import Lane, Lanes
+from server.api.request_id import current_request
 from server.api.schemas import Prompt
 from server.chat.formats import Prompt as ChatPrompt
 from server.engine.grammar import Grammar
@@ -109,15 +110,19 @@ class PromptReader:
 
         :raises RequestFailed: as ``function`` and :meth:`.Lane.run`.
         """
-        return await self._lanes.grammars.run(0, function)
+        return await self._lanes.grammar_texts.run(0, function)
 
     async def compile(self, grammar: Grammar, field: str) -> None:
-        """Makes ``grammar`` ready for its answers. ``field`` is the request's, for errors.
+        """Makes ``grammar`` ready for its answers, at once if it is. ``field`` is the request's, for errors.
 
         :raises RequestFailed: 400 ``invalid_grammar``; 503 or 504 as :meth:`.Lane.run`.
         """
+        grammars, request = self._tokenizer.grammars, current_request()
+        if grammars.is_ready(grammar):
+            return
+        client = "" if request is None else request.client
         try:
-            await self._lanes.grammars.run(len(grammar.text), partial(self._tokenizer.grammars.compile, grammar))
+            await self._lanes.grammars.run(len(grammar.text), partial(grammars.compile, grammar), client=client)
         except RequestFailed as failure:
             failure.param = field
             raise

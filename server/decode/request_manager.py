@@ -225,8 +225,11 @@ class RequestManager:
             self.records.end(req.record, outcome, self._clock(), failure)
 
     def admit(self) -> None:
-        """Gives the head of the queue a slot and pages, again and again while there are any."""
-        for req in self.queue if self._refusing is None else ():
+        """Gives those whose turn it is a slot and pages, while there are any."""
+        if self._refusing is not None:
+            return
+        under_way = [req for req in self.reqs.values() if req.placement is not None]
+        for req in self.queue.in_turn(under_way):
             if req not in self.queue:
                 continue  # it ended while one before it began
             if req.request.routed is not None and not has_arrived(req):

@@ -1,9 +1,10 @@
-"""Requests that wait for a slot and pages, first come, first served; and which of them have waited too long."""
+"""Requests that wait for a slot and pages, in which order; and which of them have waited too long."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from server.decode.peer_pool import PeerPool
 from server.decode.request import DecodeRequest
@@ -12,7 +13,7 @@ from server.transfer.rooms import RoomKey
 
 
 class RequestQueue:
-    """Iteration is over a copy. Seconds by ``clock``."""
+    """Iteration is over a copy, in the order of their coming. Seconds by ``clock``."""
 
     def __init__(self, admission_s: float, clock: Callable[[], float]) -> None:
         self._reqs: deque[DecodeRequest] = deque()
@@ -29,6 +30,21 @@ class RequestQueue:
 
     def __contains__(self, req: object) -> bool:
         return req in self._reqs
+
+    def in_turn(self, under_way: Iterable[DecodeRequest]) -> Iterator[DecodeRequest]:
+        """Those that wait, in the order in which they get memory: what is tried again first, then what has fewest of
+        its own group before it, ``under_way`` or waiting, of equal ones what came first. So one HTTP request of many
+        samples takes what is free, and then turns with the others.
+        """
+        before: Counter[Hashable] = Counter(req.request.group for req in under_way)
+        order: list[tuple[int, int, DecodeRequest]] = []
+        for position, req in enumerate(self._reqs):
+            group = req.request.group or req.key
+            order.append((-1 if req.n_retries else before[group], position, req))
+            before[group] += 1
+        heapq.heapify(order)
+        while order:
+            yield heapq.heappop(order)[-1]
 
     def find(self, key: RoomKey) -> DecodeRequest | None:
         return next((req for req in self._reqs if req.key == key), None)

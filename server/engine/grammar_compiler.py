@@ -40,15 +40,20 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compile grammar")
 
+    def is_ready(self, grammar: Grammar) -> bool:
+        """Whether it is compiled; if so, it is kept as one that was just used."""
+        with self._lock:
+            if grammar in self._compiled:
+                self._compiled.move_to_end(grammar)
+            return grammar in self._compiled
+
     def compile(self, grammar: Grammar) -> None:
         """Makes ``grammar`` ready, in the calling thread. Without the interpreter's lock, for up to a second or so.
 
         :raises RequestFailed: 400 ``invalid_grammar`` says what is wrong with it; ``unsupported``.
         """
-        with self._lock:
-            if grammar in self._compiled:
-                self._compiled.move_to_end(grammar)
-                return
+        if self.is_ready(grammar):
+            return
         matcher = self._matcher(grammar)
         with self._lock:
             self._compiled[grammar] = matcher, Budget()

@@ -91,6 +91,7 @@ class GenerationRequest:
     """One prompt to continue. ``request_id`` names it in logs; ``routed`` is the room that a router chose.
 
     It came over HTTP at ``arrived_at`` (by ``time.monotonic``), for the span that its header ``traceparent`` named.
+    ``group`` names the HTTP request, which may have many of these; empty: it has none beside it.
     """
 
     request_id: str
@@ -99,6 +100,7 @@ class GenerationRequest:
     routed: RoutedRoom | None = None
     arrived_at: float | None = None
     traceparent: str | None = None
+    group: str = ""
 
 
 @dataclass(frozen=True)

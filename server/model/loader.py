@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from server.model.blocks import WEIGHT_BLOCK
 from server.model.checkpoint import Checkpoint, StoredTensor, check_draft, open_checkpoint
 from server.model.config import CheckpointError
 from server.model.draft import Draft
@@ -18,7 +19,7 @@ from server.model.fingerprint import model_fingerprint
 from server.model.layers import ROW_TILE, Linear
 from server.model.network import DeepseekV4
 from server.model.numerics import PLAIN, Numerics, check_numerics
-from server.model.quantization import WEIGHT_BLOCK, dequantize_fp4, dequantize_fp8
+from server.model.quantization import dequantize_fp4, dequantize_fp8
 from server.model.tensor_files import TensorHeader
 
 log = logging.getLogger(__name__)

@@ -13,13 +13,9 @@ from torch import nn
 
 from server.cache.row_formats import index_block, kv_block
 from server.model.batch_invariant import bmm, unit_rms
+from server.model.blocks import ACTIVATION_BLOCK
 from server.model.config import CSA, CheckpointError, ModelConfig
-from server.model.quantization import (
-    ACTIVATION_BLOCK,
-    fp4_simulated,
-    fp8_simulated,
-    hadamard,
-)
+from server.model.quantization import fp4_simulated, fp8_simulated, hadamard
 
 
 class Numerics(Protocol):

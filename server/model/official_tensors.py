@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from server.model.blocks import FP4_BLOCK, WEIGHT_BLOCK
 from server.model.config import CSA, HCA, SLIDING, DSpark, ModelConfig
-from server.model.quantization import FP4_BLOCK, WEIGHT_BLOCK
 
 NBYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "I64": 8}
 """Bytes of one element, by the words of safetensors."""

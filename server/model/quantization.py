@@ -16,12 +16,7 @@ import math
 
 import torch
 
-WEIGHT_BLOCK = 128
-"""Rows and columns of a weight that share a scale in fp8."""
-FP4_BLOCK = 32
-"""Columns of a weight that share a scale in fp4."""
-ACTIVATION_BLOCK = 128
-"""Channels of an activation that share a scale before a quantized linear map; the last block may be shorter."""
+from server.model.blocks import FP4_BLOCK, WEIGHT_BLOCK
 
 _FP8_FLOOR, _FP4_FLOOR = 1e-4, 6 * 2.0**-126
 """A block's largest magnitude counts as at least this."""

@@ -72,13 +72,20 @@ class SlowLane(Lane):
         super().__init__("slow", LaneLimits(max_waiting=8))
         self.n_begun, self.may_go_on = 0, threading.Event()
 
-    async def run(self, size: int, function: Callable[[], T], give_up: Callable[[], None] | None = None) -> T:
+    async def run(
+        self,
+        size: int,
+        function: Callable[[], T],
+        give_up: Callable[[], None] | None = None,
+        *,
+        client: str | None = None,
+    ) -> T:
         def slowly() -> T:
             self.n_begun += 1
             assert self.may_go_on.wait(WITHIN_S)
             return function()
 
-        return await super().run(size, slowly, give_up)
+        return await super().run(size, slowly, give_up, client=client)
 
 
 def test_while_a_large_body_waits_to_be_read(backend: FakeBackend, registry: CollectorRegistry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from server.engine.grammar import Grammar
 from tests.api.fakes import FakeBackend
-from tests.api.harness import chat, client_of, complete, error_of
+from tests.api.harness import WITHIN_S, chat, client_of, complete, error_of
 
 SCHEMA = {"type": "object", "properties": {"ä": {"type": "integer"}}, "required": ["ä"]}
 TEXT = json.dumps(SCHEMA, ensure_ascii=False, separators=(",", ":"))
@@ -118,6 +119,26 @@ async def test_grammars_are_compiled_outside_of_the_event_loop(
     monkeypatch.setattr(
         backend.tokenizer.grammars, "compile", lambda grammar: threads.append(threading.current_thread().name)
     )
-    await complete(client, regex="a+")
+    await complete(client, regex="new+")
     [thread] = threads
     assert thread.startswith("compile grammar")
+
+
+async def test_a_grammar_that_is_compiled_waits_for_no_other(
+    client: httpx.AsyncClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = backend.tokenizer.grammars
+    assert (await complete(client, regex="known+")).status_code == 200
+    may_end, compiled = threading.Event(), grammars.compile
+
+    def slow(grammar: Grammar) -> None:
+        assert may_end.wait(WITHIN_S)
+        compiled(grammar)
+
+    monkeypatch.setattr(grammars, "compile", slow)
+    other = asyncio.create_task(complete(client, regex="slow+"))
+    for _ in range(3):
+        assert (await complete(client, regex="known+")).status_code == 200
+    assert not other.done()
+    may_end.set()
+    assert (await other).status_code == 200

@@ -62,6 +62,53 @@ async def test_smaller_jobs_go_first(gate: Gate) -> None:
     assert done == [1, 3, 5, 9]
 
 
+async def test_a_client_that_has_had_more_waits_for_those_that_have_had_less(gate: Gate) -> None:
+    """Whatever the sizes, which say little of what a grammar costs."""
+    jobs = lane()
+    done: list[str] = []
+    first = asyncio.create_task(jobs.run(1, gate, client="busy"))
+    await until_async(gate.begun.is_set)
+    waiting = [
+        asyncio.create_task(jobs.run(size, partial(done.append, f"{client} {size}"), client=client))
+        for client, size in (("busy", 1), ("busy", 2), ("new", 9), ("other", 8), ("busy", 3))
+    ]
+    await until_async(lambda: jobs.n_waiting == 5)
+    gate.open.set()
+    await asyncio.gather(first, *waiting)
+    assert done == ["other 8", "new 9", "busy 1", "busy 2", "busy 3"]
+
+
+async def test_a_client_cannot_fill_the_queue_for_others(gate: Gate) -> None:
+    jobs = lane(max_waiting=2)
+    first = asyncio.create_task(jobs.run(1, gate, client="busy"))
+    await until_async(gate.begun.is_set)
+    waiting = [asyncio.create_task(result_of(jobs.run(size, str, client="busy"))) for size in (1, 2)]
+    await until_async(lambda: jobs.n_waiting == 2)
+    assert await result_of(jobs.run(1, str, client="busy")) == "unavailable overloaded"
+    new = asyncio.create_task(jobs.run(9, lambda: "done", client="new"))
+    assert await waiting[1] == "unavailable overloaded", "its place is the new one's"
+    gate.open.set()
+    assert (await first, await waiting[0], await new) == ("through", "", "done")
+    assert jobs.n_waiting == 0
+
+
+async def test_what_a_client_has_had_is_forgotten(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.api.lanes.FORGOTTEN", 1e9)
+    jobs = lane()
+    await jobs.run(1, lambda: None, client="busy")
+    first = asyncio.create_task(jobs.run(1, gate, client="third"))
+    await until_async(gate.begun.is_set)
+    done: list[str] = []
+    waiting = [
+        asyncio.create_task(jobs.run(size, partial(done.append, client), client=client))
+        for client, size in (("new", 2), ("busy", 1))
+    ]
+    await until_async(lambda: jobs.n_waiting == 2)
+    gate.open.set()
+    await asyncio.gather(first, *waiting)
+    assert done == ["busy", "new"]
+
+
 async def test_no_more_jobs_wait_than_may(gate: Gate) -> None:
     jobs = lane(max_waiting=2)
     tasks = [await occupied(jobs, gate), *(asyncio.create_task(jobs.run(1, str)) for _ in range(2))]

@@ -61,6 +61,10 @@ BAD: dict[str, list[Any]] = {
     "mlp_bias": [True, *SWITCH],
     "hidden_act": ["gelu", None],
     "expert_dtype": ["fp4", "fp8", 3],  # without quantization_config
+    "dspark_block_size": [-1, 1025, 2.0, True, "8", None],
+    "dspark_markov_rank": SIZE,
+    "dspark_noise_token_id": [-1, 2.0, True, "8", None],
+    "dspark_target_layer_ids": [[1, 0], [0, 0], [-1], [True], "0", None],
 }
 BAD_YARN: dict[str, list[Any]] = {
     "factor": [*NUMBER, 0, 0.5],
@@ -88,6 +92,7 @@ DERIVED = {
     "yarn": "rope_scaling",
     "draft_ratio": "compress_ratios",
     "quantization": "expert_dtype",
+    "dspark": "dspark_block_size",
 }
 
 

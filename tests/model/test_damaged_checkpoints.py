@@ -266,7 +266,7 @@ def test_where_the_config_does_not_say_how_experts_are_stored_the_tensors_do(
     assert torch.equal(weight, made.numbers[f"{EXPERT}.weight"])
 
 
-DSPARK = {
+DSPARK: dict[str, Any] = {
     "num_hidden_layers": 2,
     "n_routed_experts": 2,
     "compress_ratios": [0, 4, 0, 0, 0],

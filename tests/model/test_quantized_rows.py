@@ -45,9 +45,12 @@ def live_bytes(runner: ModelRunner, n: int, place: Placement) -> dict[str, bytes
 def test_chunks_ids_and_rings_change_no_bit(
     models: dict[torch.dtype, LoadedModel], dtype: torch.dtype, kv_dtype: str, index_dtype: str
 ) -> None:
-    model, rows = models[dtype], {"kv_dtype": kv_dtype, "index_dtype": index_dtype}
+    model = models[dtype]
     ids = prompt(N, model)
-    whole, parts = make_runner(model, **rows), make_runner(model, spec_tokens=3, **rows)
+    whole, parts = (
+        make_runner(model, spec_tokens=spec_tokens, kv_dtype=kv_dtype, index_dtype=index_dtype)
+        for spec_tokens in (0, 3)
+    )
     expected, found = prefill(whole, ids, PLACE, 1024), prefill(parts, ids, ELSEWHERE, 50)
     assert expected.isfinite().all()
     assert torch.equal(found, expected)

@@ -7,7 +7,6 @@ import importlib.metadata
 import pytest
 import torch
 
-from server.cache import device as device_module
 from server.cache.device import Mark
 from server.node.build import build_resources
 from server.node.checks import DeviceUnavailable, check_device, check_wheel
@@ -83,8 +82,8 @@ def test_a_mark_waits_for_its_own_device_and_no_further(monkeypatch: pytest.Monk
         def synchronize(self) -> None:
             calls.append("synchronize")
 
-    monkeypatch.setattr(device_module.torch.cuda, "Event", Event)
-    monkeypatch.setattr(device_module.torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     mark = Mark(torch.device("cuda:1"))
     assert calls == [("record", "stream of cuda:1")]
     mark.wait()

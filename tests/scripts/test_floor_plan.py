@@ -14,7 +14,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "soaking": ("cluster", "hostile"),
     "fault_cases": ("cluster", "hostile"),
     "evaluation": ("cluster",),
-    "benchmark": ("cluster", "evaluation"),
+    "benchmark": ("cluster", "evaluation", "checkpoint_making"),
     "demo": ("cluster", "evaluation"),
     "tiny": ("benchmark", "evaluation"),
     "cuda_check": ("benchmark", "cluster", "evaluation"),

@@ -135,6 +135,20 @@ def test_a_quantized_checkpoint_becomes_a_plain_one(tmp_path: Path) -> None:
         assert torch.equal(tensor.double(), wanted[key].double()), key
 
 
+def test_rows_of_several_chunks_have_their_own_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantized 128 rows at a time, against the whole weight quantized at once."""
+    plain_one = make(tmp_path / "plain", "--format", "fp32")
+    monkeypatch.setattr("checkpoint_making.formats.CHUNK_VALUES", 1)
+    assert main([str(tmp_path / "made"), "--from", str(plain_one)]) == 0
+    source, found = tensors(plain_one), tensors(tmp_path / "made")
+    forms = formats_of(official_tensors(load_config(tmp_path / "made")))
+    assert {"fp8", "fp4"} == set(forms.values())
+    for key, form in forms.items():
+        codes, scale = (quantize_fp8 if form == "fp8" else quantize_fp4)(source[key])
+        assert torch.equal(codes.view(torch.uint8), found[key].view(torch.uint8)), key
+        assert torch.equal(scale.view(torch.uint8), found[scale_of(key)].view(torch.uint8)), key
+
+
 def test_rows_are_cut_between_blocks() -> None:
     width = 1 << 14
     chunks = list(row_chunks(700, width))
@@ -233,6 +247,6 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     def fails(*_: object) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("checkpoint_making.main.write_tensors", fails)
+    monkeypatch.setattr("checkpoint_making.making.write_tensors", fails)
     assert main([str(tmp_path / "made"), "--from", str(BUNDLED_MODEL)]) == 2
     assert list(tmp_path.iterdir()) == []
