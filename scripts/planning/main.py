@@ -93,7 +93,7 @@ def _table(*columns: str) -> Table:
 
 
 def _weights(paper: Paper) -> Table:
-    table = _table("weights", "in memory", "in their files, read as needed")
+    table = _table("weights", "in memory", "in their files: memory as --weights-memory says")
     for mode, packed in (("dequantized", False), ("packed", True)):
         weights = paper.node(ROW_FORMATS[0], packed=packed).weights
         table.add_row(mode, size(weights.loaded), size(weights.mapped))

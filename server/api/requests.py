@@ -160,6 +160,7 @@ def _generation_requests(
 ) -> list[GenerationRequest]:
     """One request for every sample of every prompt, samples of one prompt side by side."""
     requests: list[GenerationRequest] = []
+    group = response_id if len(prompts) * body.n_generated > 1 else ""
     reason = over_limit(sum(map(len, prompts)), body.n_prompt_logprobs, body.n_generated)
     if reason is not None:
         raise InvalidRequest(body.prompt_logprobs_field, reason)
@@ -175,7 +176,7 @@ def _generation_requests(
             index = len(requests)
             sample_id = f"{response_id}-{index}"
             sampled = replace(sampling, seed=seed)
-            requests.append(GenerationRequest(sample_id, prompt_ids, sampled, rooms[index], group=response_id))
+            requests.append(GenerationRequest(sample_id, prompt_ids, sampled, rooms[index], group=group))
     return requests
 
 

@@ -58,6 +58,11 @@ class Allocator:
     def pages_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self._page_size)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing can be granted now, however little it is."""
+        return not self._free_slots or not self._free_pages
+
     def reserve(self, owner: Hashable, n_tokens: int) -> Placement | None:
         """Grants one slot and the pages of ``n_tokens``; None if they are not free now.
 

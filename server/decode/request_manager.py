@@ -226,7 +226,7 @@ class RequestManager:
 
     def admit(self) -> None:
         """Gives those whose turn it is a slot and pages, while there are any."""
-        if self._refusing is not None:
+        if self._refusing is not None or self._allocator.is_full:
             return
         under_way = [req for req in self.reqs.values() if req.placement is not None]
         for req in self.queue.in_turn(under_way):

@@ -36,6 +36,9 @@ class RequestQueue:
         its own group before it, ``under_way`` or waiting, of equal ones what came first. So one HTTP request of many
         samples takes what is free, and then turns with the others.
         """
+        if not any(req.request.group for req in self._reqs):
+            yield from self
+            return
         before: Counter[Hashable] = Counter(req.request.group for req in under_way)
         order: list[tuple[int, int, DecodeRequest]] = []
         for position, req in enumerate(self._reqs):

@@ -30,8 +30,6 @@ def compute(plan: NodePlan) -> Iterator[Finding]:
         "device": options.device,
         "kernels": options.kernels,
         "numerics": options.numerics,
-        "kv_dtype": options.kv_dtype,
-        "index_dtype": options.index_dtype,
         "draft": plan.draft,
         "chat": [options.chat_format, options.tool_parser, options.reasoning_parser],
         "device_nbytes": _on_device(plan),

@@ -47,13 +47,7 @@ def try_torch(request: dict[str, Any]) -> list[Finding]:
 def try_kernels(request: dict[str, Any]) -> list[Finding]:
     from server.kernels.choice import PYTHON, choose_kernels
 
-    kernels = choose_kernels(
-        request["kernels"],
-        request["device"],
-        request["numerics"],
-        kv_dtype=request["kv_dtype"],
-        index_dtype=request["index_dtype"],
-    )
+    kernels = choose_kernels(request["kernels"], request["device"])
     words = f"{kernels.identity} ({kernels.reason})"
     if kernels.name == PYTHON and request["kernels"] != PYTHON and request["device"] == "cpu":
         return [warning("kernels", f"the model in Python would run, many times slower: {kernels.reason}")]

@@ -13,6 +13,25 @@ class Dtype(IntEnum):
     BF16 = 1
 
 
+class Encoding(IntEnum):
+    STORED_FP32 = 0
+    STORED_BF16 = 1
+    STORED_FP8 = 2
+    STORED_FP4 = 3
+
+
+class RowFormat(IntEnum):
+    FP8_KV = 16
+    MXFP4_INDEX = 17
+    FP8_INDEX = 18
+
+
+class Simulation(IntEnum):
+    AS_COMPUTED = 0
+    AS_KV_ROW = 1
+    AS_INDEX_ROW = 2
+
+
 class Status(IntEnum):
     OK = 0
     OUT_OF_MEMORY = 1
@@ -25,9 +44,33 @@ class Status(IntEnum):
     INTERNAL = 8
 
 
+class StoredTensor(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("data", "scale")),
+        *((name, c_int32) for name in ("rows", "columns", "encoding", "rounds", "every_step", "pad")),
+    ]
+
+
+class StoredPart(Structure):
+    _fields_ = [(name, c_int32) for name in ("tensor", "first_row", "first_column", "rows")]
+
+
+class StoredMatrix(Structure):
+    _fields_ = [
+        ("weights", c_void_p),
+        ("parts", POINTER(StoredPart)),
+        *((name, c_int32) for name in ("n_parts", "pad")),
+    ]
+
+
 class Matrix(Structure):
     data: int | None
-    _fields_ = [("data", c_void_p), *((name, c_int32) for name in ("in", "out", "panel", "dtype"))]
+    quantized_input: int
+    _fields_ = [
+        ("data", c_void_p),
+        ("stored", POINTER(StoredMatrix)),
+        *((name, c_int32) for name in ("in", "out", "panel", "dtype", "quantized_input", "pad")),
+    ]
 
 
 class GroupedMatrix(Structure):
@@ -39,7 +82,7 @@ class Pool(Structure):
         ("data", c_void_p),
         ("item_stride", c_int64),
         ("row_stride", c_int64),
-        *((name, c_int32) for name in ("rows", "items", "width", "dtype")),
+        *((name, c_int32) for name in ("rows", "items", "width", "dtype", "tail", "pad")),
     ]
 
 
@@ -63,11 +106,12 @@ class Compressor(Structure):
     state_b: Pool
     entries: Pool
     ratio: int
+    simulation: int
     _fields_ = [
         *((name, Pool) for name in ("state_a", "state_b", "entries")),
         *((name, c_void_p) for name in ("ape", "norm")),
-        *((name, c_int32) for name in ("ratio", "width", "columns", "pad")),
-        *((name, c_float) for name in ("norm_eps", "pad2")),
+        *((name, c_int32) for name in ("ratio", "width", "columns", "simulation")),
+        *((name, c_float) for name in ("norm_eps", "pad")),
     ]
 
 
@@ -76,13 +120,14 @@ class Attention(Structure):
     compressor: Compressor
     indexer: Compressor
     _fields_ = [
-        *((name, Matrix) for name in ("in_proj", "state_proj", "q_proj")),
+        *((name, Matrix) for name in ("in_proj", "index_proj", "state_proj", "q_proj")),
         *((name, GroupedMatrix) for name in ("wo_a", "wo_b")),
         *((name, c_void_p) for name in ("q_norm", "kv_norm", "sink")),
         ("swa", Pool),
         *((name, Compressor) for name in ("compressor", "indexer")),
         *((name, c_int32) for name in ("ratio", "heads", "head_dim", "rope_dim", "q_rank", "window")),
         *((name, c_int32) for name in ("index_heads", "index_dim", "index_topk", "uses_compress_rope")),
+        *((name, c_int32) for name in ("kv_simulation", "query_simulation")),
         *((name, c_float) for name in ("norm_eps", "pad")),
     ]
 
@@ -142,8 +187,8 @@ class Step(Structure):
 
 
 STRUCTURES = (
-    Matrix, GroupedMatrix, Pool, RopeTable, HyperConnection, Compressor, Attention, Experts, Layer, Draft, Network,
-    Step,
+    StoredTensor, StoredPart, StoredMatrix, Matrix, GroupedMatrix, Pool, RopeTable, HyperConnection, Compressor,
+    Attention, Experts, Layer, Draft, Network, Step,
 )  # fmt: skip
 
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {

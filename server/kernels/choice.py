@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from server.cache.row_formats import MODEL, chosen_index_dtype
 from server.kernels import abi
 from server.kernels.build import source_digest
 from server.kernels.errors import KernelsUnavailable
@@ -15,7 +14,6 @@ from server.kernels.model import PackedModel
 from server.kernels.sampling import SampleKernel
 from server.model.interface import LoadedModel
 from server.model.network import DeepseekV4
-from server.model.numerics import PLAIN
 
 AUTO, CPU, PYTHON = "auto", "cpu", "python"
 CHOICES = (AUTO, CPU, PYTHON)
@@ -49,26 +47,15 @@ class Kernels:
         return model if self.library is None else PackedModel(model, self.library)
 
 
-def choose_kernels(
-    wanted: str, device: str, numerics: str = PLAIN.name, *, kv_dtype: str = MODEL, index_dtype: str = MODEL
-) -> Kernels:
-    """The kernels for ``wanted`` (one of :data:`CHOICES`) on ``device``, computing as ``--numerics`` of that name over
-    rows that are stored as ``--kv-dtype`` and ``--index-dtype`` say.
+def choose_kernels(wanted: str, device: str) -> Kernels:
+    """The kernels for ``wanted`` (one of :data:`CHOICES`) on ``device``.
 
     Raises :class:`KernelsUnavailable` if they are demanded and cannot be had.
     """
     if wanted == PYTHON:
         return _python("--kernels python")
-    reason, index_dtype = "", chosen_index_dtype(kv_dtype, index_dtype)
     if device != "cpu":
         reason = f"the kernels compute on the CPU, not with --device {device}"
-    elif numerics != PLAIN.name:
-        reason = f"the kernels compute --numerics {PLAIN.name}, not {numerics}"
-    elif kv_dtype != MODEL:
-        reason = f"the kernels compute --kv-dtype {MODEL}, not {kv_dtype}"
-    elif index_dtype != MODEL:
-        reason = f"the kernels compute --index-dtype {MODEL}, not {index_dtype}"
-    if reason:
         if wanted == CPU:
             raise KernelsUnavailable(f"--kernels cpu: {reason}")
         return _python(reason)

@@ -13,6 +13,7 @@ from server.kernels import abi
 from server.kernels.large_pages import LargePages
 from server.model.config import CSA, SLIDING, CheckpointError
 from server.model.network import DeepseekV4
+from server.model.numerics import OFFICIAL
 
 DTYPES = {torch.float32: abi.Dtype.FP32, torch.bfloat16: abi.Dtype.BF16}
 
@@ -43,6 +44,9 @@ class _Packer:
         self.drafts = model.drafts
         self.memory: list[Any] = []
         self.pages = LargePages()
+        self.official = model.numerics is OFFICIAL
+        quantized = [name for name, module in model.named_modules() if getattr(module, "quantized", "")]
+        self.quantized = {f"{name}.weight" for name in quantized if self.official}
         self.tensors = {name: parameter.data for name, parameter in model.named_parameters()}
         for parameter in model.parameters():
             parameter.data = torch.empty(0, dtype=parameter.dtype)
@@ -99,14 +103,14 @@ class _Packer:
         config = self.config
         into, queries, state = ["wq_a", "wkv"], ["wq_b"], ["compressor.wkv", "compressor.wgate"]
         if ratio == CSA:
-            into.append("indexer.weights_proj")
             queries.append("indexer.wq_b")
             state += ["indexer.compressor.wkv", "indexer.compressor.wgate"]
+        wo_a, wo_b = (self.tensors.pop(f"{key}{name}.weight") for name in ("wo_a", "wo_b"))
         packed = abi.Attention(
             in_proj=self.matrix(*(f"{key}{name}.weight" for name in into)),
             q_proj=self.matrix(*(f"{key}{name}.weight" for name in queries)),
-            wo_a=self.groups(list(self.tensors.pop(f"{key}wo_a.weight").chunk(config.o_groups, dim=0))),
-            wo_b=self.groups(list(self.tensors.pop(f"{key}wo_b.weight").chunk(config.o_groups, dim=1))),
+            wo_a=self.groups(list(wo_a.chunk(config.o_groups, dim=0))),  # the reference dequantizes it
+            wo_b=self.groups(list(wo_b.chunk(config.o_groups, dim=1)), f"{key}wo_b.weight" in self.quantized),
             q_norm=self.vector(f"{key}q_norm.weight"),
             kv_norm=self.vector(f"{key}kv_norm.weight"),
             sink=self.vector(f"{key}attn_sink"),
@@ -117,16 +121,21 @@ class _Packer:
             q_rank=config.q_lora_rank,
             window=config.sliding_window,
             uses_compress_rope=ratio != SLIDING,
+            kv_simulation=self.simulation(abi.Simulation.AS_KV_ROW),
+            query_simulation=self.simulation(abi.Simulation.AS_INDEX_ROW),
             norm_eps=config.rms_norm_eps,
         )
         if ratio != SLIDING:
             packed.state_proj = self.matrix(*(f"{key}{name}.weight" for name in state))
             packed.compressor = self.compressor(f"{key}compressor.", ratio, config.head_dim, 0)
+            packed.compressor.simulation = self.simulation(abi.Simulation.AS_KV_ROW)
         if ratio == CSA:
             columns = 4 * config.head_dim  # wkv and wgate of the two halves are before it
+            packed.index_proj = self.matrix(f"{key}indexer.weights_proj.weight")
             packed.index_heads, packed.index_dim = config.index_n_heads, config.index_head_dim
             packed.index_topk = config.index_topk
             packed.indexer = self.compressor(f"{key}indexer.compressor.", ratio, config.index_head_dim, columns)
+            packed.indexer.simulation = self.simulation(abi.Simulation.AS_INDEX_ROW)
         return packed
 
     def compressor(self, key: str, ratio: int, width: int, columns: int) -> abi.Compressor:
@@ -173,6 +182,10 @@ class _Packer:
             norm_eps=self.config.rms_norm_eps,
         )
 
+    def simulation(self, official: abi.Simulation) -> abi.Simulation:
+        """What rows are rounded to: with official numerics ``official``."""
+        return official if self.official else abi.Simulation.AS_COMPUTED
+
     # --- tensors ------------------------------------------------------------------------------------------------------
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -191,11 +204,17 @@ class _Packer:
     def matrix(self, *names: str) -> abi.Matrix:
         """The matrices ``[out, in]`` of these names, one below the other, packed as one."""
         parts = [self.tensors.pop(name) for name in names]
-        packed: abi.Matrix = self.groups([parts[0] if len(parts) == 1 else torch.cat(parts)]).first
+        is_quantized = names[0] in self.quantized
+        if any((name in self.quantized) != is_quantized for name in names):
+            raise CheckpointError(f"of {', '.join(names)} some are quantized and some are not")
+        matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
+        packed: abi.Matrix = self.groups([matrix], is_quantized).first
         return packed
 
-    def groups(self, matrices: Sequence[torch.Tensor]) -> abi.GroupedMatrix:
-        """Equal matrices ``[out, in]``, each packed by itself, one after the other in memory."""
+    def groups(self, matrices: Sequence[torch.Tensor], is_quantized: bool = False) -> abi.GroupedMatrix:
+        """Equal matrices ``[out, in]``, each packed by itself, one after the other in memory. ``is_quantized``: what
+        they multiply is quantized too where the numerics say so.
+        """
         n_out, n_in = matrices[0].shape
         dtype = DTYPES[matrices[0].dtype]
         nbytes = self.library.kernels_packed_nbytes(n_out, n_in, dtype)
@@ -205,4 +224,5 @@ class _Packer:
         for matrix, place, packed in zip(matrices, memory, made, strict=True):
             source = matrix.contiguous()
             self.library.kernels_pack(source.data_ptr(), n_out, n_in, dtype, place.data_ptr(), packed)
+        made[0].quantized_input = is_quantized
         return abi.GroupedMatrix(first=made[0], stride=nbytes, groups=len(matrices))

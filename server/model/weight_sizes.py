@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 from server.cache.row_formats import ITEMSIZE
 from server.model.config import ModelConfig, Quantization
-from server.model.official_tensors import official_tensors
+from server.model.official_tensors import TensorSpec, official_tensors
 
-_FP32_ENDS = ("norm.weight", "gate.weight", "head.weight")
+_FP32_ENDS = ("norm.weight", ".gate.weight", "head.weight")
 _FP32_NBYTES, _ID_NBYTES = 4, 8
 
 
 @dataclass(frozen=True)
 class WeightSizes:
-    """``loaded`` bytes that a process keeps, and ``mapped`` ones that it reads from the files when it needs them."""
+    """``loaded`` bytes that a process keeps in memory, and ``mapped`` ones that stay in the files of the checkpoint."""
 
     loaded: int
     mapped: int = 0
@@ -25,17 +25,21 @@ def weight_sizes(config: ModelConfig, dtype: str, *, draft: bool, packed: bool =
     """The weights of a network in ``dtype`` (``float32`` or ``bfloat16``), with its NextN layer if ``draft``.
 
     The model computes norms, router, compressors, hyper-connections and the head in fp32, whatever ``dtype`` is.
-    ``packed``: quantized weights stay in their files.
+    ``packed``: linear maps and the embedding stay in their files, as they are stored; only the small rest is loaded.
     """
     backbone = replace(config, dspark=None)
     stored = official_tensors(backbone, draft=draft)
     plain = official_tensors(replace(backbone, quantization=Quantization()), draft=draft)
-    mapped = {key for key, spec in stored.items() if spec.dtype.startswith("F8") or spec.dtype == "I8"}
-    in_files = mapped if packed else set()
+    in_files = {key for key, spec in plain.items() if packed and _is_large(key, spec)}
     loaded = sum(
         math.prod(spec.shape) * _itemsize(key, spec.dtype, dtype) for key, spec in plain.items() if key not in in_files
     )
-    return WeightSizes(loaded, sum(stored[key].nbytes for key in in_files))
+    mapped = sum(spec.nbytes for key, spec in stored.items() if key in in_files or (packed and key not in plain))
+    return WeightSizes(loaded, mapped)
+
+
+def _is_large(key: str, spec: TensorSpec) -> bool:
+    return key.endswith(".weight") and len(spec.shape) > 1 and not key.endswith(".gate.weight")
 
 
 def _itemsize(key: str, stored: str, dtype: str) -> int:

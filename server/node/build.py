@@ -90,13 +90,7 @@ def build_resources(
     disable_created_metrics()  # a second line for every counter, which nobody reads
     faults, deadlines = FaultSet.parse(options.faults, role), parse_deadlines(options.deadlines)
     check_device(options.device)
-    kernels = choose_kernels(
-        options.kernels,
-        options.device,
-        options.numerics,
-        kv_dtype=options.kv_dtype,
-        index_dtype=options.index_dtype,
-    )
+    kernels = choose_kernels(options.kernels, options.device)
     log.info("%s kernels (%s)", kernels.identity, kernels.reason)
     tokenizer = _load_tokenizer(options.model, options.default_max_tokens)
     chat = _chat_format(tokenizer, options)

@@ -67,7 +67,7 @@ class MemoryPlan:
     def parts(self) -> str:
         """The sum in words."""
         pools = f"{size(self.pools)} for {self.pages:,} pages and {self.slots:,} slots"
-        mapped = f", {size(self.weights.mapped)} more stay in their files" if self.weights.mapped else ""
+        mapped = f", {size(self.weights.mapped)} in their files" if self.weights.mapped else ""
         return f"{size(self.weights.loaded)} weights, {pools}, about {size(LIBRARIES_NBYTES)} libraries{mapped}"
 
     def lines(self) -> Iterator[str]:
@@ -88,10 +88,18 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: ModelConfig, options: NodeOptions, free: FreeMemory | None, *, draft: bool, spec_tokens: int
+    config: ModelConfig,
+    options: NodeOptions,
+    free: FreeMemory | None,
+    *,
+    draft: bool,
+    spec_tokens: int,
+    packed_memory: int | None = None,
 ) -> MemoryPlan:
     """The plan of a node. ``free`` is what ``--memory`` is a part of, and what must hold weights and pools; None: not
-    known. Raises :class:`LayoutError` with the numbers for what does not fit.
+    known. ``packed_memory`` is the most memory for weights that stay in their files; None: they are loaded.
+
+    Raises :class:`LayoutError` with the numbers for what does not fit.
     """
     components = state_components(
         config,
@@ -109,7 +117,10 @@ def plan_memory(
         spec_tokens=spec_tokens,
         components=components,
     )
-    weights = weight_sizes(config, options.dtype, draft=draft)
+    weights = weight_sizes(config, options.dtype, draft=draft, packed=packed_memory is not None)
+    if packed_memory is not None:
+        most = weights.loaded + weights.mapped
+        weights = WeightSizes(max(weights.loaded, min(packed_memory, most)), weights.mapped)
     plan = MemoryPlan(weights, geometry, config.max_position_embeddings)
     if options.memory is not None:
         plan = _within(plan, options, options.memory, free)

@@ -128,6 +128,16 @@ async def test_samples_get_their_own_seeds(client: httpx.AsyncClient, backend: F
     assert [request.sampling.seed for request in backend.requests[6:]] == [None, None]
 
 
+async def test_samples_and_prompts_of_one_request_are_a_group(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    """They take turns with other requests."""
+    await complete(client, prompt=["a", "b"], n=2)
+    await complete(client, n=2)
+    await complete(client)
+    groups = [request.group for request in backend.requests]
+    assert groups == [groups[0]] * 4 + [groups[4]] * 2 + [""]
+    assert len({*groups}) == 3
+
+
 async def test_seeds_share_no_samples(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     for seed in (-(2**63), -1, 0, 1, 5, 6, 2**63 - 1):
         await complete(client, n=128, seed=seed)

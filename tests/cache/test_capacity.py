@@ -8,7 +8,7 @@ import pytest
 
 from server.cache.capacity import MAX_SLOTS, fitted, most_at_once, page_nbytes, pages_for, slot_nbytes
 from server.cache.layout import ArenaLayout
-from server.cache.specs import CacheGeometry, LayoutError
+from server.cache.specs import CacheGeometry, ComponentSpec, LayoutError, Scope
 from server.model.config import load_config
 from server.model.state import state_components
 from server.node.options import BUNDLED_MODEL
@@ -71,3 +71,12 @@ def test_sizes_are_those_of_the_layout(geometry: CacheGeometry) -> None:
     assert page_nbytes(geometry) == layout.page_nbytes
     more = ArenaLayout.from_geometry(replace(geometry, slots=66))
     assert more.nbytes - layout.nbytes == 64 * slot_nbytes(geometry)
+
+
+def test_sizes_that_are_not_aligned_fit_too() -> None:
+    slots = [ComponentSpec(f"part_{i}", Scope.SLOT, 1, (0,), 7, "uint8", ring=1) for i in range(6)]
+    page = ComponentSpec("c4_kv", Scope.PAGE, 4, (0,), 5, "uint8")
+    odd = CacheGeometry(128, 2, 2, 64, 0, (page, *slots))
+    for nbytes in range(9000, 12000, 7):
+        assert nbytes_of(fitted(odd, nbytes, LONGEST, pages=1)) <= nbytes
+        assert nbytes_of(fitted(odd, nbytes, 1 << 20, slots=3)) <= nbytes

@@ -16,7 +16,7 @@ from server.model.interface import LoadedModel
 from server.model.numerics import OFFICIAL
 from tests.e2e.test_faults import DAMAGES, bench
 from tests.support.checkpoints import BUNDLED
-from tests.support.models import load
+from tests.support.models import BOTH, load
 from tests.support.pair import Side, a_request, answer, running_decode, running_pair
 
 LENGTHS = [1, 3, 4, 5, 18, 63, 64, 65, 127, 128, 129, 255, 256, 257, 383, 384, 511, 512, 513, 1025]
@@ -24,9 +24,9 @@ QUICK = [4, 65, 129, 257]
 FP8 = Side(kv_dtype="fp8", draft=True)
 
 
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return load(BUNDLED, "python", draft=True)
+@pytest.fixture(scope="module", params=BOTH)
+def model(request: pytest.FixtureRequest) -> LoadedModel:
+    return load(BUNDLED, request.param, draft=True)
 
 
 def requests(lengths: list[int]) -> list[GenerationRequest]:
@@ -72,10 +72,14 @@ async def test_whole_grid_equals_the_local_run(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kv_dtype", ["fp8", "model"])
 @pytest.mark.parametrize("k", [0, 3])
-async def test_official_numerics_equal_the_local_run_too(tokenizer: Tokenizer, k: int, kv_dtype: str) -> None:
-    model = load(BUNDLED, "python", draft=True, numerics=OFFICIAL)
+@pytest.mark.parametrize("kernels", BOTH)
+async def test_official_numerics_equal_the_local_run_too(
+    tokenizer: Tokenizer, kernels: str, k: int, kv_dtype: str
+) -> None:
+    model = load(BUNDLED, kernels, draft=True, numerics=OFFICIAL)
     await check_parity(model, tokenizer, LENGTHS, k, replace(FP8, kv_dtype=kv_dtype))
 
 
@@ -90,6 +94,7 @@ async def test_damaged_quantized_rows_fail_their_request_by_name(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("damage", DAMAGES)
 async def test_every_damaged_component_fails_its_request_by_name(
     model: LoadedModel, tokenizer: Tokenizer, tmp_path: Path, damage: str

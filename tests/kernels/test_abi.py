@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from enum import IntEnum
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,8 @@ def test_every_structure_of_the_header_is_mirrored() -> None:
     assert set(re.findall(r"struct (\w+) {", HEADER)) == set(STRUCTURES)
 
 
-@pytest.mark.parametrize("numbers", [abi.Dtype, abi.Status])
-def test_numbers_are_those_of_the_header(numbers: type[abi.Dtype | abi.Status]) -> None:
+@pytest.mark.parametrize("numbers", [abi.Dtype, abi.Encoding, abi.RowFormat, abi.Simulation, abi.Status])
+def test_numbers_are_those_of_the_header(numbers: type[IntEnum]) -> None:
     (body,) = re.findall(rf"enum {numbers.__name__} : int32_t {{(.*?)}};", HEADER, re.DOTALL)
     values = {name: int(value) for name, value in re.findall(r"(\w+) = (\d+)", body)}
     assert values == {each.name: each.value for each in numbers}
@@ -67,7 +68,7 @@ def test_a_library_of_another_header_is_refused(tmp_path: Path) -> None:
             setattr(self, name, function)
             return function
 
-    with pytest.raises(abi.AbiMismatch, match=r"here\.so: Matrix has 1 bytes there and 24 here: build it again"):
+    with pytest.raises(abi.AbiMismatch, match=r"here\.so: StoredTensor has 1 bytes there and 40 here: build it again"):
         abi.declare(Library(), "here.so")  # type: ignore[arg-type]
     libc = ctypes.CDLL(None)
     with pytest.raises(abi.AbiMismatch, match=r"here\.so has no function kernels_sizeof"):

@@ -33,29 +33,6 @@ def test_python_on_another_device() -> None:
         choose_kernels("cpu", "cuda")
 
 
-def test_python_for_other_numerics() -> None:
-    chosen = choose_kernels("auto", "cpu", "official")
-    assert (chosen.name, chosen.reason) == ("python", "the kernels compute --numerics plain, not official")
-    with pytest.raises(KernelsUnavailable, match="--kernels cpu: the kernels compute --numerics plain, not official"):
-        choose_kernels("cpu", "cpu", "official")
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ({"kv_dtype": "fp8", "index_dtype": "auto"}, "--kv-dtype model, not fp8"),
-        ({"index_dtype": "mxfp4"}, "--index-dtype model, not mxfp4"),
-        ({"index_dtype": "fp8"}, "--index-dtype model, not fp8"),
-    ],
-)
-def test_python_over_quantized_rows(rows: dict[str, str], words: str) -> None:
-    chosen = choose_kernels("auto", "cpu", **rows)
-    assert (chosen.name, chosen.reason) == ("python", f"the kernels compute {words}")
-    with pytest.raises(KernelsUnavailable, match=f"--kernels cpu: the kernels compute {words}"):
-        choose_kernels("cpu", "cpu", **rows)
-    assert choose_kernels("auto", "cpu", kv_dtype="model", index_dtype="auto").name == "cpu"
-
-
 @pytest.mark.usefixtures("without_library")
 def test_without_a_library_python_computes_and_says_why() -> None:
     chosen = choose_kernels("auto", "cpu")

@@ -12,6 +12,7 @@ from server.kernels import abi
 from server.kernels.build import Isa
 from server.model.config import ModelConfig, load_config
 from server.model.moe import MoE
+from server.model.numerics import OFFICIAL, use_numerics
 from tests.support.checkpoints import BUNDLED
 from tests.support.kernel_functions import EVERY_ISA, ROWS, Kernels, assert_rows_do_not_matter, bits
 
@@ -31,10 +32,14 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+QUANTIZED = {"none": (False, False), "routed": (True, False), "shared": (False, True), "all": (True, True)}
+"""Whether official numerics round what the routed experts and the shared one multiply."""
+
+
 class Layer:
     """A random layer, rows for it, and its two forms."""
 
-    def __init__(self, case: str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, case: str, dtype: torch.dtype = torch.float32, quantized: str = "none") -> None:
         small = {"num_hash_layers": 0, "vocab_size": VOCAB, "swiglu_limit": 0.5, "routed_scaling_factor": 1.5}
         self.config: ModelConfig = dataclasses.replace(load_config(BUNDLED), **{**small, **CASES[case]})
         generator = torch.Generator().manual_seed(1)
@@ -46,6 +51,12 @@ class Layer:
             else:
                 values = torch.randn(parameter.shape, generator=generator) * 0.3
                 parameter.data = values.to(dtype).float() if "experts" in name else values
+        routed, shared = QUANTIZED[quantized]
+        self.rounds = [routed] * self.config.n_routed_experts + [shared]
+        for expert, rounds in zip((*self.python.experts, self.python.shared_experts), self.rounds, strict=True):
+            for linear in (expert.w1, expert.w2, expert.w3):
+                linear.quantized = "fp8" if rounds else ""
+        use_numerics(self.python, OFFICIAL)
         self.dtype = dtype
         self.x = torch.randn(ROWS, self.config.hidden_size, generator=generator)
         self.tokens = torch.randint(VOCAB, (ROWS,), generator=generator)
@@ -53,10 +64,15 @@ class Layer:
     def structure(self, kernels: Kernels) -> abi.Experts:
         config, gate = self.config, self.python.gate
         every: list[Any] = [*self.python.experts, self.python.shared_experts]
+        up = kernels.matrices([torch.cat([e.w1.weight, e.w3.weight]).to(self.dtype) for e in every])
+        down = kernels.matrices([e.w2.weight.to(self.dtype) for e in every])
+        for matrices in (up, down):
+            for matrix, rounds in zip(matrices, self.rounds, strict=True):
+                matrix.quantized_input = rounds
         return abi.Experts(
             gate=kernels.matrix(gate.weight),
-            up=kernels.matrices([torch.cat([e.w1.weight, e.w3.weight]).to(self.dtype) for e in every]),
-            down=kernels.matrices([e.w2.weight.to(self.dtype) for e in every]),
+            up=up,
+            down=down,
             bias=None if gate.is_hash else kernels.keep(gate.bias),
             by_token=kernels.keep(gate.tid2eid) if gate.is_hash else None,
             experts=config.n_routed_experts,
@@ -97,16 +113,35 @@ def test_experts_are_near_the_python_module(case: str, dtype: torch.dtype) -> No
     torch.testing.assert_close(layer.compute(Kernels()), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("quantized", ["routed", "shared", "all"])
 @pytest.mark.parametrize("case", CASES)
-def test_row_does_not_depend_on_the_batch_or_the_threads(case: str) -> None:
-    layer, kernels = Layer(case, torch.bfloat16), Kernels()
+def test_inputs_are_rounded_where_the_python_module_rounds_them(case: str, quantized: str) -> None:
+    """A last bit before a rounding may move a channel by a step of fp8, in few rows; a rounding left out moves all."""
+    layer = Layer(case, quantized=quantized)
+
+    def far() -> torch.Tensor:
+        wanted: torch.Tensor = layer.python(layer.x, layer.tokens, ROWS)
+        return (layer.compute(Kernels()) - wanted).abs().amax(-1) / wanted.abs().max()
+
+    found = far()
+    assert found.median() < 1e-6
+    assert found.max() < 0.1
+    layer.rounds = [False] * len(layer.rounds)
+    assert far().quantile(0.1) > 1e-4
+
+
+@pytest.mark.parametrize("quantized", ["none", "all"])
+@pytest.mark.parametrize("case", CASES)
+def test_row_does_not_depend_on_the_batch_or_the_threads(case: str, quantized: str) -> None:
+    layer, kernels = Layer(case, torch.bfloat16, quantized), Kernels()
     assert_rows_do_not_matter(lambda rows, threads: layer.compute(kernels, rows, threads))
 
 
 @pytest.mark.parametrize("isa", EVERY_ISA)
+@pytest.mark.parametrize("quantized", ["none", "all"])
 @pytest.mark.parametrize("case", CASES)
-def test_experts_are_the_same_bits_on_every_machine(case: str, isa: Isa) -> None:
-    layer = Layer(case)
+def test_experts_are_the_same_bits_on_every_machine(case: str, quantized: str, isa: Isa) -> None:
+    layer = Layer(case, quantized=quantized)
     assert torch.equal(bits(layer.compute(Kernels(isa))), bits(layer.compute(Kernels())))
 
 

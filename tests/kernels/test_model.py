@@ -19,10 +19,12 @@ from server.model.batch import Segment
 from server.model.config import CheckpointError, load_config
 from server.model.interface import BadStep, LoadedModel
 from server.model.loader import load_model
+from server.model.numerics import OFFICIAL
 from server.model.rope import Rotation, rope_frequencies
 from server.model.state import state_components
 from tests.support.checkpoints import BUNDLED, save_official, tensors_of, write_checkpoint
 from tests.support.models import load
+from tests.support.quantized import take_for_quantized
 from tests.support.runners import make_runner, prompt
 
 PLACE = Placement(2, (3, 1))
@@ -44,6 +46,22 @@ def test_weights_move_from_one_model_to_the_other() -> None:
     assert not any(each.numel() for each in model.parameters())
     held = sum(each.numel() * each.element_size() for each in packed.weights.memory if isinstance(each, torch.Tensor))
     assert n_bytes <= held < 1.5 * n_bytes, "panels are padded to whole vectors, which small matrices feel most"
+
+
+def test_matrices_say_whose_inputs_the_reference_quantizes() -> None:
+    kernels = choose_kernels("auto", "cpu")
+    if kernels.library is None:
+        pytest.skip(kernels.reason)
+    model = take_for_quantized(load_model(BUNDLED, numerics=OFFICIAL))
+    layers = PackedModel(model, kernels.library).weights.layers
+    for layer in layers:
+        attention, experts = layer.attention, layer.experts
+        yes = [attention.in_proj, attention.q_proj, attention.wo_b.first, experts.up[0], experts.down[0]]
+        no = [attention.index_proj, attention.state_proj, attention.wo_a.first, experts.gate, layer.hc_attn.fn]
+        assert [each.quantized_input for each in yes] == [1] * len(yes)
+        assert [each.quantized_input for each in no] == [0] * len(no)
+    plain = PackedModel(take_for_quantized(load_model(BUNDLED)), kernels.library).weights.layers
+    assert not any(layer.attention.in_proj.quantized_input for layer in plain)
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,7 @@ def run(made: Made) -> Run:
 
 def stored_rows(runner: ModelRunner, n: int) -> Rows:
     """Every live row after ``n`` tokens, by component and layer."""
-    layout = runner.arena.layout
-    found: Rows = {}
+    layout, found = runner.arena.layout, Rows()
     for name, runs in layout.live_runs(n, PLACE).items():
         component = layout.component(name)
         if component.layer_ids and runs:

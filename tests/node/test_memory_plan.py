@@ -10,9 +10,11 @@ import pytest
 
 from server.cache.specs import LayoutError
 from server.model.config import load_config
+from server.model.weight_sizes import weight_sizes
 from server.node.free_memory import FreeMemory, memory_limit
 from server.node.memory_plan import LIBRARIES_NBYTES, MemoryPlan, plan_memory
 from server.node.options import BUNDLED_MODEL, PAGES, SLOTS, NodeOptions
+from server.sizes import size
 
 FREE = FreeMemory(4 << 30, "of this machine")
 
@@ -72,6 +74,18 @@ def test_a_part_of_what_is_not_known_is_refused_and_bytes_are_not() -> None:
 def test_what_is_no_limit_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"neither a part of what is free, such as 0\.8, nor bytes"):
         memory_limit(text)
+
+
+def test_packed_weights_count_as_what_they_may_take() -> None:
+    config, options = load_config(BUNDLED_MODEL), NodeOptions()
+    whole = plan_memory(config, options, None, draft=True, spec_tokens=0)
+    for most, loaded in ((1 << 20, 1 << 20), (1, None), (1 << 30, None)):
+        plan = plan_memory(config, options, None, draft=True, spec_tokens=0, packed_memory=most)
+        small = weight_sizes(config, "float32", draft=True, packed=True)
+        assert plan.weights.mapped == small.mapped
+        assert plan.weights.loaded == (loaded or (small.loaded if most == 1 else small.loaded + small.mapped))
+        assert f"{size(small.mapped)} in their files" in plan.parts()
+        assert plan.total < whole.total
 
 
 def test_every_byte_is_in_the_table() -> None:

@@ -20,10 +20,12 @@ from server.model.batch import Segment, build_batch
 from server.model.config import CSA
 from server.model.layers import pad_rows
 from server.model.loader import load_model
+from server.model.numerics import PLAIN, Numerics
 from server.model.pools import Pools
 from server.model.rope import rope_frequencies
 from server.model.state import state_components
 from tests.support.kernel_functions import Kernels
+from tests.support.quantized import take_for_quantized
 
 PAGE = 256
 
@@ -31,7 +33,9 @@ PAGE = 256
 class Layers:
     """The attention layers of the checkpoint in ``path``: :meth:`python` and :meth:`kernel` compute the same.
 
-    ``isa`` is the instruction set of the kernels (default: this machine's best), ``dtype`` that of weights and state.
+    ``isa`` is the instruction set of the kernels (default: this machine's best), ``dtype`` that of weights and state,
+    ``kv_dtype`` and ``index_dtype`` how rows are stored. With official ``numerics`` the linear maps are taken for ones
+    that the checkpoint stores quantized.
     """
 
     def __init__(
@@ -42,12 +46,17 @@ class Layers:
         dtype: torch.dtype = torch.float32,
         spec_tokens: int = 0,
         poison: bool = True,
+        numerics: Numerics = PLAIN,
+        kv_dtype: str = "model",
+        index_dtype: str = "auto",
     ) -> None:
-        self.model = load_model(path, dtype=dtype)
+        self.model, packed = (take_for_quantized(load_model(path, dtype=dtype, numerics=numerics)) for _ in range(2))
         self.config = self.model.config
         self.kernels = Kernels(isa)
-        self.weights = pack_weights(load_model(path, dtype=dtype), self.kernels.functions)
-        components = state_components(self.config, str(dtype).removeprefix("torch."), spec_tokens)
+        self.weights = pack_weights(packed, self.kernels.functions)
+        components = state_components(
+            self.config, str(dtype).removeprefix("torch."), spec_tokens, kv_dtype=kv_dtype, index_dtype=index_dtype
+        )
         self.geometry = CacheGeometry(PAGE, 40, 20, self.config.sliding_window, spec_tokens, components)
         self.poison = poison
         self.reset()
@@ -121,7 +130,7 @@ class Layers:
         return plan
 
     def rows(self, arena: Arena, name: str, layer: int) -> torch.Tensor:
-        """Memory of ``arena``: one layer's part of component ``name``, ``[items, rows, width]``."""
+        """Memory of ``arena``: one layer's part of component ``name``, ``[items, rows, width]`` in its elements."""
         layers = arena.layout.component(name).layer_ids
         return arena.view(name)[:, :, layers.index(layer)]
 

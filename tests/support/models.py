@@ -28,7 +28,7 @@ def load(
 
     Its weights are taken for those of a quantized one, which makes no difference to ``plain``.
     """
-    chosen = choose_kernels("auto" if kernels == "cpu" else kernels, "cpu", numerics.name)
+    chosen = choose_kernels("auto" if kernels == "cpu" else kernels, "cpu")
     if kernels == "cpu" and chosen.library is None:
         pytest.skip(chosen.reason)
     return chosen.take(take_for_quantized(load_model(path, dtype=dtype, draft=draft, numerics=numerics)))

@@ -8,6 +8,8 @@ int64_t kernels_sizeof(const char* structure) {
         const char* name;
         int64_t nbytes;
     } known[] = {
+        {"StoredTensor", sizeof(StoredTensor)}, {"StoredPart", sizeof(StoredPart)},
+        {"StoredMatrix", sizeof(StoredMatrix)},
         {"Matrix", sizeof(Matrix)},         {"GroupedMatrix", sizeof(GroupedMatrix)},
         {"Pool", sizeof(Pool)},             {"RopeTable", sizeof(RopeTable)},
         {"Compressor", sizeof(Compressor)}, {"HyperConnection", sizeof(HyperConnection)},

@@ -1,7 +1,8 @@
 // One layer's attention. K and V of a token are one shared row kv of `head_dim` channels.
 //
-//     y = in_proj(x) = [q_low | kv | index weights],  q = q_proj(q_norm(q_low)) = [heads | index heads]
-//     a row of kv is kv_norm'ed and rotated; a head of q is divided by its own RMS and rotated
+//     y = in_proj(x) = [q_low | kv],  index weights = index_proj(x),  q = q_proj(q_norm(q_low)) = [heads | index heads]
+//     a row of kv is kv_norm'ed, rotated, and rounded as kv_simulation says; a head of q is divided by its own RMS and
+//     rotated
 //     candidates of a row: the window's rows, oldest first, then the compressed entries it reads, ascending
 //     out[head] = sum softmax(q . k / sqrt(head_dim), with a sink logit that has no value) k, rotated back
 //     then every group of heads through its part of wo_a and its columns of wo_b, and the sum over groups
@@ -17,9 +18,11 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include "activations.h"
 #include "compressor.h"
 #include "indexer.h"
 #include "key_products.h"
+#include "key_rows.h"
 #include "linear.h"
 #include "norm.h"
 #include "parallel.h"
@@ -29,7 +32,6 @@
 namespace kernels {
 namespace {
 
-constexpr int CSA = 4;
 constexpr int HEADS = 4;  // whose scores are in working memory at a time
 
 int64_t in_lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
@@ -40,8 +42,8 @@ struct Rows {
     const Attention& layer;
     const RopeTable& rope;
     const Step& step;
-    const float* y;  // [rows, in_proj.out]
-    const T* kv;     // [rows, head_dim] in the window pool's dtype
+    const KeyRows<T>& keys;
+    const Picks& picks;
     float *q, *out;  // [rows, q_proj.out], [rows, heads head_dim]
 };
 
@@ -51,54 +53,19 @@ struct RowWork {
     const T** keys;   // of all candidates
     float* scores;    // [HEADS, stride]
     int64_t stride;
-    const T** entries;  // of all visible entries, where some are picked
-    int64_t* picked;
-    IndexerWork indexer;
 
-    RowWork(const Attention& layer, int64_t most_visible, int64_t most_read, Scratch& scratch)
+    RowWork(const Attention& layer, int64_t most_read, Scratch& scratch)
         : keys(scratch.array<const T*>(layer.window + most_read)),
           scores(scratch.floats(HEADS * in_lanes(layer.window + most_read))),
-          stride(in_lanes(layer.window + most_read)), entries(scratch.array<const T*>(most_visible)),
-          picked(scratch.array<int64_t>(most_read + 1)), indexer(layer, most_visible, scratch) {}
+          stride(in_lanes(layer.window + most_read)) {}
 };
 
-int64_t visible_entries(const Attention& layer, int64_t position) {
-    return layer.ratio ? (position + 1) / layer.ratio : 0;
-}
-
-int64_t read_entries(const Attention& layer, int64_t visible) {
-    return layer.ratio == CSA ? std::min<int64_t>(visible, layer.index_topk) : visible;
-}
-
-// y's kv columns, normed and rotated, in the dtype of the pool.
-template <class T>
-void make_kv(const Attention& layer, const RopeTable& rope, const Step& step, int64_t row, float* kv, T* out) {
+// y's kv columns, normed and rotated, rounded as the reference does if it is to.
+void make_kv(const Attention& layer, const RopeTable& rope, const Step& step, int64_t row, float* kv) {
     const int tail = layer.head_dim - layer.rope_dim;
     rms_norm(kv, layer.kv_norm, layer.head_dim, layer.norm_eps, kv);
     rotate(kv + tail, rope_at(rope, step.position[row], layer.rope_dim), layer.rope_dim);
-    to_dtype(kv, layer.head_dim, layer.swa.dtype, out + row * layer.head_dim);
-}
-
-// The compressed entries that a row reads; returns how many.
-template <class T>
-int64_t list_compressed(const Rows<T>& rows, int64_t row, const float* turns, const RowWork<T>& work, const T** out) {
-    const Attention& layer = rows.layer;
-    const int64_t visible = visible_entries(layer, rows.step.position[row]);
-    const int64_t read = read_entries(layer, visible);
-    const int64_t* pages = pages_of(rows.step, rows.step.segment[row]);
-    if (visible == read) {
-        list_entries(layer.compressor.entries, pages, visible, out);
-        return visible;
-    }
-    float* query = rows.q + row * layer.q_proj.out + layer.heads * layer.head_dim;
-    for (int h = 0; h < layer.index_heads; h++)
-        rotate(query + (h + 1) * layer.index_dim - layer.rope_dim, turns, layer.rope_dim);
-    const float* weights = rows.y + row * layer.in_proj.out + layer.q_rank + layer.head_dim;
-    score_entries(layer, query, weights, pages, visible, work.indexer);
-    pick_best(work.indexer.scores, visible, read, work.indexer.ranks, work.picked);
-    list_entries(layer.compressor.entries, pages, visible, work.entries);
-    for (int64_t i = 0; i < read; i++) out[i] = work.entries[work.picked[i]];
-    return read;
+    simulate_row(layer.kv_simulation, kv, layer.head_dim, layer.rope_dim);
 }
 
 // Scores [n, filled up to whole sixteens with -infinity] become exp(score - largest); returns their sum and the sink's.
@@ -123,10 +90,9 @@ void attend(const Rows<T>& rows, int64_t row, const RowWork<T>& work) {
     const int64_t segment = step.segment[row], position = step.position[row];
     const float* turns = rope_at(rows.rope, position, layer.rope_dim);
 
-    const RingRows<T> window(layer.swa, rows.kv, width, step, segment);
     const int64_t oldest = std::max<int64_t>({0, step.valid_from[segment], position + 1 - layer.window});
-    int64_t n = window.list(oldest, position + 1, work.keys);
-    if (layer.ratio) n += list_compressed(rows, row, turns, work, work.keys + n);
+    int64_t n = rows.keys.list_window(segment, oldest, position + 1, work.keys);
+    n += rows.keys.list_entries_of(row, rows.picks, work.keys + n);
 
     const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(width)));
     for (int first = 0; first < layer.heads; first += HEADS) {
@@ -158,13 +124,12 @@ void attend_all(const Rows<T>& rows, Scratch& scratch) {
     Scratch::Frame frame(scratch);
     const Attention& layer = rows.layer;
     const Step& step = rows.step;
-    int64_t most_visible = 0;
+    int64_t most_read = 0;
     for (int64_t row = 0; row < step.rows; row++)
-        most_visible = std::max(most_visible, visible_entries(layer, step.position[row]));
-    const int64_t most_read = read_entries(layer, most_visible);
+        most_read = std::max(most_read, read_entries(layer, visible_entries(layer, step.position[row])));
     const int threads = std::max(1, step.threads);
     RowWork<T>* memory = scratch.array<RowWork<T>>(threads);
-    for (int i = 0; i < threads; i++) new (memory + i) RowWork<T>(layer, most_visible, most_read, scratch);
+    for (int i = 0; i < threads; i++) new (memory + i) RowWork<T>(layer, most_read, scratch);
     const int64_t work = step.rows * (layer.window + most_read) * layer.heads * layer.head_dim * 2;
     in_parallel(step.rows, work, threads, [&](int64_t row, int thread) { attend(rows, row, memory[thread]); });
 }
@@ -184,13 +149,17 @@ void project(const Attention& layer, const Step& step, const float* attended, fl
     Scratch::Frame frame(scratch);
     const int groups = layer.wo_a.groups, hidden = layer.wo_b.first.out;
     const int64_t rows = step.rows, wide = int64_t{layer.heads} * layer.head_dim;
-    float* low = scratch.floats(rows * layer.wo_a.first.out);
+    const int64_t rank = layer.wo_a.first.out, all = groups * rank;
+    float* low = scratch.floats(rows * all);  // of all groups: blocks of channels that are rounded may lie in two
+    for (int g = 0; g < groups; g++) {
+        const Matrix down = group_of(layer.wo_a, g);
+        linear(down, attended + g * down.in, wide, rows, low + g * rank, all, step.threads);
+    }
+    if (layer.wo_b.first.quantized_input) quantize_rows(low, rows, all, low, step.threads);
     float** parts = scratch.array<float*>(groups);
     for (int g = 0; g < groups; g++) {
         parts[g] = g ? scratch.floats(rows * hidden) : out;
-        const Matrix down = group_of(layer.wo_a, g), up = group_of(layer.wo_b, g);
-        linear(down, attended + g * down.in, wide, rows, low, down.out, step.threads);
-        linear(up, low, down.out, rows, parts[g], hidden, step.threads);
+        linear(group_of(layer.wo_b, g), low + g * rank, all, rows, parts[g], hidden, step.threads);
     }
     add_groups(parts, groups, rows * hidden);
 }
@@ -201,12 +170,20 @@ void attention_as(const Attention& layer, const RopeTable& rope, const Step& ste
     Scratch::Frame frame(scratch);
     const int64_t rows = step.rows;
     float* y = scratch.floats(rows * layer.in_proj.out);
-    linear(layer.in_proj, x, layer.in_proj.in, rows, y, layer.in_proj.out, step.threads);
-    T* kv = scratch.array<T>(rows * layer.head_dim);
+    float* index_weights = scratch.floats(rows * layer.index_proj.out);
+    Product projections[] = {
+        {&layer.in_proj, input_of(layer.in_proj, x, rows, step.threads, scratch), layer.in_proj.in, rows, y,
+         layer.in_proj.out, 0},
+        {&layer.index_proj, x, layer.index_proj.in, rows, index_weights, layer.index_proj.out, 0},
+    };
+    linear_all(projections, layer.index_proj.out ? 2 : 1, step.threads);
+    KeyRows<T> keys(layer, step, scratch);
     parallel_for(rows, rows * (layer.q_rank + layer.head_dim) * 4, step.threads, [&](int64_t row) {
         float* low = y + row * layer.in_proj.out;
         rms_norm(low, layer.q_norm, layer.q_rank, layer.norm_eps, low);
-        make_kv(layer, rope, step, row, low + layer.q_rank, kv);
+        if (layer.q_proj.quantized_input) simulate_fp8(low, layer.q_rank, ACTIVATION_BLOCK, low);
+        make_kv(layer, rope, step, row, low + layer.q_rank);
+        keys.keep(row, low + layer.q_rank);
     });
     float* q = scratch.floats(rows * layer.q_proj.out);
     linear(layer.q_proj, y, layer.in_proj.out, rows, q, layer.q_proj.out, step.threads);
@@ -220,9 +197,11 @@ void attention_as(const Attention& layer, const RopeTable& rope, const Step& ste
         if (layer.indexer.ratio) compress(layer.indexer, rope, layer.rope_dim, step, state, columns, scratch);
     }
 
+    const Picks picks = pick_entries(layer, rope, step, q, index_weights, scratch);
+    keys.decode(picks);
     float* attended = scratch.floats(rows * layer.heads * layer.head_dim);
-    attend_all(Rows<T>{layer, rope, step, y, kv, q, attended}, scratch);
-    write_ring(layer.swa, step, kv, layer.head_dim);
+    attend_all(Rows<T>{layer, rope, step, keys, picks, q, attended}, scratch);
+    keys.store();
     project(layer, step, attended, out, scratch);
 }
 
@@ -230,8 +209,8 @@ void attention_as(const Attention& layer, const RopeTable& rope, const Step& ste
 
 void attention(const Attention& layer, const RopeTable& main, const RopeTable& compress_rope, const Step& step,
                const float* x, float* out, Scratch& scratch) {
-    if (layer.ratio && layer.compressor.entries.dtype != layer.swa.dtype)
-        throw std::invalid_argument("the window and the compressed entries of a layer have different dtypes");
+    if (layer.swa.dtype > FP8_KV || (layer.ratio && layer.compressor.entries.dtype != layer.swa.dtype))
+        throw std::invalid_argument("the window and the compressed entries of a layer have different formats");
     with_dtype(layer.swa.dtype, [&](auto element) {
         using T = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
         attention_as<T>(layer, layer.uses_compress_rope ? compress_rope : main, step, x, out, scratch);
@@ -245,13 +224,16 @@ void write_window(const Attention& layer, const RopeTable& main, const RopeTable
         Scratch::Frame frame(scratch);
         const int64_t rows = step.rows, columns = layer.in_proj.out;
         float* y = scratch.floats(rows * columns);
-        linear(layer.in_proj, x, layer.in_proj.in, rows, y, static_cast<int>(columns), step.threads);
-        T* kv = scratch.array<T>(rows * layer.head_dim);
+        const float* input = input_of(layer.in_proj, x, rows, step.threads, scratch);
+        linear(layer.in_proj, input, layer.in_proj.in, rows, y, columns, step.threads);
+        const KeyRows<T> keys(layer, step, scratch);
         const RopeTable& rope = layer.uses_compress_rope ? compress_rope : main;
         parallel_for(rows, rows * layer.head_dim * 4, step.threads, [&](int64_t row) {
-            make_kv(layer, rope, step, row, y + row * columns + layer.q_rank, kv);
+            float* const kv = y + row * columns + layer.q_rank;
+            make_kv(layer, rope, step, row, kv);
+            keys.keep(row, kv);
         });
-        write_ring(layer.swa, step, kv, layer.head_dim);
+        keys.store();
     });
 }
 

@@ -1,6 +1,7 @@
 // A token's state is a row [kv | score], the position's `ape` already in the score; in CSA layers (ratio 4) one row for
 // each of two halves, A and B. Position p closes entry p / ratio if it is the last of its window. The entry is
-//     norm(sum over the window's rows of softmax(score) kv, channel by channel), with rope at the window's first position.
+//     norm(sum over the window's rows of softmax(score) kv, channel by channel), with rope at the window's first position
+// and then as Compressor::simulation says.
 // Its rows are the window's, in CSA layers the A halves of the window before (entry 0 has none) and then its B halves.
 //
 // The rule that keeps bits fixed: a channel is pooled by one chain over its rows, oldest first.
@@ -73,8 +74,8 @@ void close_entry(const Compressor& c, const RopeTable& rope, int rope_dim, const
     }
     rms_norm(pooled, c.norm, c.width, c.norm_eps, pooled);
     rotate(pooled + c.width - rope_dim, rope_at(rope, first, rope_dim), rope_dim);
-    uint8_t* entry = entry_at<uint8_t>(c.entries, pages_of(step, segment), first / c.ratio);
-    to_dtype(pooled, c.width, c.entries.dtype, entry);
+    simulate_row(c.simulation, pooled, c.width, rope_dim);
+    write_row(c.entries, pooled, entry_at<uint8_t>(c.entries, pages_of(step, segment), first / c.ratio));
 }
 
 template <class T>
@@ -96,8 +97,9 @@ void compress_as(const Compressor& c, const RopeTable& rope, int rope_dim, const
                     pooled + static_cast<int64_t>(thread) * c.width);
     });
 
-    write_ring(c.state_a, step, own_a, 2 * static_cast<int64_t>(c.width));
-    if (own_b) write_ring(c.state_b, step, own_b, 2 * static_cast<int64_t>(c.width));
+    const int64_t own_stride = 2 * static_cast<int64_t>(c.width) * static_cast<int64_t>(sizeof(T));
+    write_ring(c.state_a, step, own_a, own_stride);
+    if (own_b) write_ring(c.state_b, step, own_b, own_stride);
 }
 
 }  // namespace

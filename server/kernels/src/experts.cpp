@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "activations.h"
 #include "lanes.h"
 #include "linear.h"
 #include "parallel.h"
@@ -63,6 +64,13 @@ struct ExpertRows {
     T *picked, *shared;
     int64_t stride;
 };
+
+// What the experts multiply whose inputs are quantized; null if there are none.
+const float* rounded_input(const Experts& layer, const float* x, int64_t rows, int threads, Scratch& scratch) {
+    const Matrix* const end = layer.up + layer.experts + 1;
+    const Matrix* const one = std::find_if(layer.up, end, [](const Matrix& up) { return up.quantized_input != 0; });
+    return one == end ? nullptr : input_of(*one, x, rows, threads, scratch);
+}
 
 // Every expert's matrix times its rows.
 void map_rows(const Experts& layer, const Matrix* matrices, const int64_t* first, int64_t rows,
@@ -127,18 +135,22 @@ void experts(const Experts& layer, const int64_t* tokens, const float* x, int64_
     Pick* const picks = scratch.array<Pick>(count);
     int64_t* const first = scratch.array<int64_t>(n + 1);
     sort_picks(layer, ids, weights, rows, picks, first);
+    const float* const rounded = rounded_input(layer, x, rows, threads, scratch);
+    const auto input_of_expert = [&](int64_t e) { return layer.up[e].quantized_input ? rounded : x; };
     float* const inputs = scratch.floats(count * hidden);
     for (int64_t p = 0; p < count; p++)
-        std::copy_n(x + picks[p].row * hidden, hidden, inputs + p * hidden);
-
+        std::copy_n(input_of_expert(picks[p].expert) + picks[p].row * hidden, hidden, inputs + p * hidden);
 
     float* const both = scratch.floats((count + rows) * 2 * inner);  // w1 x and w3 x, then the activations
     const int64_t wide = 2 * inner;
     const ExpertRows<float> outputs{scratch.floats(count * hidden), out, hidden};
     Product* const products = scratch.array<Product>(n + 1);
-    map_rows(layer, layer.up, first, rows, {inputs, x, hidden}, {both, both + count * wide, wide}, threads, products);
+    map_rows(layer, layer.up, first, rows, {inputs, input_of_expert(n), hidden}, {both, both + count * wide, wide},
+             threads, products);
     parallel_for(count + rows, (count + rows) * inner * 8, threads, [&](int64_t p) {
-        swiglu(both + p * wide, layer.inner, layer.limit, p < count ? picks[p].weight : 1.0f);
+        float* const act = both + p * wide;
+        swiglu(act, layer.inner, layer.limit, p < count ? picks[p].weight : 1.0f);
+        if (layer.down[p < count ? picks[p].expert : n].quantized_input) simulate_fp8(act, inner, ACTIVATION_BLOCK, act);
     });
     map_rows(layer, layer.down, first, rows, {both, both + count * wide, wide}, outputs, threads, products);
 

@@ -4,6 +4,7 @@
 //   picks = by token (hash layers) or the top_k of score + bias; a NaN counts as largest, among equals the first wins
 //   weight[k] = score[k] / (sum of the picks' scores) * scale
 //   expert(x) = w2 (silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit) * weight)
+//   x and what w2 multiplies are rounded to fp8 where Matrix::quantized_input says so
 //
 // The rule that keeps bits fixed: expert e belongs to eighth e * 8 / E. Inside an eighth a row's experts are added in
 // ascending order, starting with 0; the eight sums are added as a binary tree, the shared expert last.

@@ -10,27 +10,59 @@
 #pragma GCC visibility push(default)  // everything else stays inside the library
 extern "C" {
 
-enum Dtype : int32_t { FP32 = 0, BF16 = 1 };  // quantized kinds follow with the checkpoints that need them
+enum Dtype : int32_t { FP32 = 0, BF16 = 1 };
 
-// A weight matrix [out, in], packed by kernels_pack into panels of `panel` output columns.
-struct Matrix {
-    const void* data;
-    int32_t in, out, panel, dtype;
+// How a checkpoint's file stores the numbers of a weight.
+enum Encoding : int32_t { STORED_FP32 = 0, STORED_BF16 = 1, STORED_FP8 = 2, STORED_FP4 = 3 };
+
+// A tensor [rows, columns] of a file that is mapped into memory, row by row. FP8 is e4m3; FP4 is e2m1, two in a byte, the
+// low half first. `scale` is E8M0: one for 128 x 128 numbers of FP8, for 1 x 32 of FP4; null for the others.
+struct StoredTensor {
+    const uint8_t *data, *scale;
+    int32_t rows, columns, encoding;
+    int32_t rounds;      // 1: numbers are rounded to bf16, as the weight would be if it were loaded
+    int32_t every_step;  // 1: every step reads it; 0: an expert's
+    int32_t pad;
 };
 
-// `groups` matrices [out, in] one after the other, each packed by itself, `stride` bytes apart.
+// Some rows of a StoredTensor (by its number), from a column on.
+struct StoredPart {
+    int32_t tensor, first_row, first_column, rows;
+};
+
+// A weight that stays in its file: parts of tensors, one below the other. `weights` is what kernels_weights made.
+struct StoredMatrix {
+    void* weights;
+    const StoredPart* parts;
+    int32_t n_parts, pad;
+};
+
+// A weight matrix [out, in]: in memory, packed by kernels_pack into panels of `panel` output columns, or `stored`.
+struct Matrix {
+    const void* data;
+    const StoredMatrix* stored;  // null: `data` has it
+    int32_t in, out, panel, dtype;
+    int32_t quantized_input;  // 1: the checkpoint stores it in FP8 or FP4, and its reference quantizes what it multiplies
+    int32_t pad;
+};
+
+// `groups` matrices [out, in]: packed each by itself, `stride` bytes apart, or `first.stored` and the ones behind it.
 struct GroupedMatrix {
     Matrix first;
     int64_t stride;
     int32_t groups, pad;
 };
 
+// How a Pool stores a row, if it is neither FP32 nor BF16 (rows.h).
+enum RowFormat : int32_t { FP8_KV = 16, MXFP4_INDEX = 17, FP8_INDEX = 18 };
+
 // One layer of one component of the arena. Row r of item i lies at data + i * item_stride + r * row_stride (bytes).
 struct Pool {
     uint8_t* data;
     int64_t item_stride, row_stride;
     int32_t rows, items;   // rows of an item: the ring of a slot, the entries of a page
-    int32_t width, dtype;  // elements of one row of this layer
+    int32_t width, dtype;  // channels of one row of this layer; a Dtype or a RowFormat
+    int32_t tail, pad;     // the last channels, which FP8_KV keeps in bf16
 };
 
 // cos and sin [positions, rope_dim / 2, 2] in fp32, in blocks of `block` positions, as many as the step reaches.
@@ -48,17 +80,23 @@ struct HyperConnection {
     float hc_eps, norm_eps;
 };
 
+// What a row is rounded to when it is made, as the reference does: nothing; fp8 without the rotated channels; its
+// Hadamard transform in fp4.
+enum Simulation : int32_t { AS_COMPUTED = 0, AS_KV_ROW = 1, AS_INDEX_ROW = 2 };
+
 // One compressor. `columns`: where its wkv starts in the output of Attention::state_proj; wgate follows.
 // For ratio 4 (CSA) there are two halves A and B, rows [2 width] each = [kv | score]; else only A is used.
 struct Compressor {
     Pool state_a, state_b, entries;
     const float *ape, *norm;  // [ratio, coff width], [width]
-    int32_t ratio, width, columns, pad;
-    float norm_eps, pad2;
+    int32_t ratio, width, columns;
+    int32_t simulation;  // of its entries
+    float norm_eps, pad;
 };
 
 struct Attention {
-    Matrix in_proj;       // rows: wq_a [q_rank], wkv [head_dim], then weights_proj [index_heads] in CSA layers
+    Matrix in_proj;       // rows: wq_a [q_rank], wkv [head_dim]
+    Matrix index_proj;    // rows: weights_proj [index_heads] in CSA layers; out = 0: none
     Matrix state_proj;    // rows: wkv, wgate of the compressor, then of the indexer's compressor (fp32); out = 0: none
     Matrix q_proj;        // rows: wq_b [heads head_dim], then the indexer's wq_b [index_heads index_dim]
     GroupedMatrix wo_a;   // each group [o_rank, heads head_dim / groups]
@@ -67,6 +105,7 @@ struct Attention {
     Pool swa;
     Compressor compressor, indexer;  // ratio 0: none
     int32_t ratio, heads, head_dim, rope_dim, q_rank, window, index_heads, index_dim, index_topk, uses_compress_rope;
+    int32_t kv_simulation, query_simulation;  // of the window's rows, and of the indexer's queries
     float norm_eps, pad;
 };
 

@@ -274,7 +274,7 @@ void kernels_pack(const void* weight, int32_t out, int32_t in, int32_t dtype, vo
         pack(static_cast<const Bf16*>(weight), out, in, true, static_cast<Bf16*>(packed));
     else
         pack(static_cast<const float*>(weight), out, in, false, static_cast<float*>(packed));
-    *made = Matrix{packed, in, out, PANEL, dtype};
+    *made = Matrix{packed, nullptr, in, out, PANEL, dtype, 0, 0};
 }
 
 int32_t kernels_linear(const Matrix* weight, const float* x, int64_t rows, float* out, int32_t threads) {

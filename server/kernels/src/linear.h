@@ -38,7 +38,10 @@ void linear_all(Product* products, int64_t count, int threads);
 
 inline Matrix group_of(const GroupedMatrix& weight, int group) {
     Matrix one = weight.first;
-    one.data = static_cast<const char*>(one.data) + group * weight.stride;
+    if (one.stored)
+        one.stored += group;
+    else
+        one.data = static_cast<const char*>(one.data) + group * weight.stride;
     return one;
 }
 

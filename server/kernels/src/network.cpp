@@ -8,6 +8,7 @@
 // The rule that keeps bits fixed: every row is computed by itself, and what leaves a step is rounded to streams_dtype.
 #include <algorithm>
 
+#include "activations.h"
 #include "attention.h"
 #include "check.h"
 #include "experts.h"
@@ -94,6 +95,8 @@ void mix_inputs(const Network& network, const Draft& draft, const void* before, 
         embed(network, step.token[r], rows.x + r * hidden);
         rms_norm(rows.x + r * hidden, draft.e_norm, hidden, draft.norm_eps, rows.x + r * hidden);
     }
+    if (draft.h_proj.quantized_input) quantize_rows(normed, n_streams, hidden, normed, step.threads);
+    if (draft.e_proj.quantized_input) quantize_rows(rows.x, step.rows, hidden, rows.x, step.threads);
     linear(draft.h_proj, normed, hidden, n_streams, rows.streams, hidden, step.threads);
     linear(draft.e_proj, rows.x, hidden, step.rows, rows.out, hidden, step.threads);
     for (int64_t i = 0; i < n_streams; i++)
