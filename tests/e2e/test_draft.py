@@ -49,10 +49,8 @@ def decoder(k: int, **changes: Any) -> Side:
     return replace(Side(spec_tokens=k, draft=k > 0, permute_seed=4), **changes)
 
 
-async def check_steps(
-    model: LoadedModel, tokenizer: Tokenizer, lengths: list[int], p: Side, k: int, **sampling: object
-) -> None:
-    batch = requests(lengths, **sampling)
+async def check_steps(model: LoadedModel, tokenizer: Tokenizer, lengths: list[int], p: Side, k: int) -> None:
+    batch = requests(lengths)
     async with running_decode(model, tokenizer, decoder(k), None) as (_, local):
         expected = [await answer(local, request) for request in batch]
     async with running_pair(model, tokenizer, p, decoder(k)) as pair:
@@ -84,7 +82,7 @@ def official_model() -> LoadedModel:
 
 
 async def test_official_numerics_drafts_like_the_local_run(official_model: LoadedModel, tokenizer: Tokenizer) -> None:
-    await check_steps(official_model, tokenizer, [129], P_SIDE, 3, max_tokens=10)
+    await check_steps(official_model, tokenizer, QUICK, P_SIDE, 3)
 
 
 @pytest.mark.full

@@ -73,7 +73,7 @@ def official_model() -> LoadedModel:
 
 
 async def test_official_numerics_equals_the_local_run(official_model: LoadedModel, tokenizer: Tokenizer) -> None:
-    await check_parity(official_model, tokenizer, [129], 64)
+    await check_parity(official_model, tokenizer, QUICK, 64)
 
 
 @pytest.mark.full
