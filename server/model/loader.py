@@ -83,14 +83,9 @@ def load_checkpoint(
     damaged, with its file. With ``draft`` the NextN layer is loaded too, and its absence or another kind of draft is an
     error.
     """
-    checkpoint = open_checkpoint(model_dir)
-    check_numerics(numerics, checkpoint.config, str(model_dir))
-    if draft:
-        check_draft(checkpoint)
-    elif checkpoint.draft in (Draft.DSPARK, Draft.OTHER):
-        log.warning("%s: its draft (%s) is not loaded: this server runs NextN drafts", model_dir, checkpoint.draft)
-    with torch.device("meta"):
-        model = DeepseekV4(checkpoint.config, dtype, ROW_TILE if deterministic else 0, draft=draft, numerics=numerics)
+    checkpoint, model = described_network(
+        model_dir, dtype=dtype, deterministic=deterministic, draft=draft, numerics=numerics
+    )
     loader = _Loader(checkpoint, model, device, on_progress)
     state = loader.load()
     model.load_state_dict(state, assign=True)
@@ -102,11 +97,31 @@ def check_tensors(model_dir: Path, *, draft: bool = False, numerics: Numerics = 
     """Whether :func:`load_checkpoint` would find every tensor as it needs it, by the headers of the files; their number
     (scales are none of their own). Raises what it raises.
     """
+    checkpoint = _checked(model_dir, draft=draft, numerics=numerics)
+    return len(checkpoint.tensors) - (0 if draft else checkpoint.n_draft_tensors)
+
+
+def described_network(
+    model_dir: Path, *, dtype: torch.dtype, deterministic: bool, draft: bool, numerics: Numerics
+) -> tuple[Checkpoint, DeepseekV4]:
+    """A checkpoint whose headers were found right, and its network without memory for the weights.
+
+    Raises :class:`CheckpointError`; a draft that is not loaded because it cannot be run is logged.
+    """
+    checkpoint = _checked(model_dir, draft=draft, numerics=numerics)
+    if not draft and checkpoint.draft in (Draft.DSPARK, Draft.OTHER):
+        log.warning("%s: its draft (%s) is not loaded: this server runs NextN drafts", model_dir, checkpoint.draft)
+    with torch.device("meta"):
+        network = DeepseekV4(checkpoint.config, dtype, ROW_TILE if deterministic else 0, draft=draft, numerics=numerics)
+    return checkpoint, network
+
+
+def _checked(model_dir: Path, *, draft: bool, numerics: Numerics) -> Checkpoint:
     checkpoint = open_checkpoint(model_dir)
     check_numerics(numerics, checkpoint.config, str(model_dir))
     if draft:
         check_draft(checkpoint)
-    return len(checkpoint.tensors) - (0 if draft else checkpoint.n_draft_tensors)
+    return checkpoint
 
 
 class _Loader:
@@ -154,12 +169,12 @@ class _Loader:
             out = rows[block]
             if out.device.type == "cpu" and _DTYPES[header.dtype] == out.dtype:
                 reader.read_into(_bytes_of(out), header.key)
-                _check_numbers(out, header)
+                check_numbers(out, header)
                 continue
             stored = self._stage(header.nbytes // rows.shape[0] * out.shape[0])
             reader.read_into(_bytes_of(stored), header.key)
             numbers = _dequantized(stored.view(_DTYPES[header.dtype]).view(out.shape[0], -1), scale, tensor, block)
-            _check_numbers(numbers, header)
+            check_numbers(numbers, header)
             out.copy_(numbers)
 
     def _stage(self, nbytes: int) -> torch.Tensor:
@@ -197,8 +212,8 @@ def _dequantized(stored: torch.Tensor, scale: torch.Tensor | None, tensor: Store
     return dequantize_fp8(stored, scale[rows.start // WEIGHT_BLOCK : -(-rows.stop // WEIGHT_BLOCK)])
 
 
-def _check_numbers(numbers: torch.Tensor, header: TensorHeader) -> None:
-    """No weight is a NaN or an infinity: then bytes of the file, or of its scales, are damaged."""
+def check_numbers(numbers: torch.Tensor, header: TensorHeader) -> None:
+    """Raises :class:`CheckpointError` for a NaN or an infinity: bytes of the file, or of its scales, are damaged."""
     if numbers.dtype.is_floating_point and not all(edge.isfinite() for edge in numbers.aminmax()):
         raise CheckpointError(f"{header.file}: {header.key} holds a number that is not finite: the file is damaged")
 

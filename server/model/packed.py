@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from server.model.checkpoint import StoredTensor, check_draft, open_checkpoint
-from server.model.config import CheckpointError
-from server.model.draft import Draft
+from server.model.checkpoint import StoredTensor
 from server.model.file_reader import OnProgress
 from server.model.fingerprint import model_fingerprint
-from server.model.layers import ROW_TILE, Linear
-from server.model.loader import LoadedCheckpoint, parameter_name, read_tensor
+from server.model.layers import Linear
+from server.model.loader import LoadedCheckpoint, check_numbers, described_network, parameter_name, read_tensor
 from server.model.moe import MoE
 from server.model.network import DeepseekV4
-from server.model.numerics import PLAIN, Numerics, check_numerics
+from server.model.numerics import PLAIN, Numerics
 from server.model.stored import TYPES, StoredCheckpoint, StoredEmbedding, StoredWeight, Use
-
-log = logging.getLogger(__name__)
 
 
 def map_checkpoint(
@@ -41,14 +36,9 @@ def map_checkpoint(
     Its files are read once for their fingerprint, if ``cache_dir`` has none of them (see :mod:`.fingerprint`). What is
     in them is checked by their headers; numbers of large weights are not looked at. Raises :class:`CheckpointError`.
     """
-    checkpoint = open_checkpoint(model_dir)
-    check_numerics(numerics, checkpoint.config, str(model_dir))
-    if draft:
-        check_draft(checkpoint)
-    elif checkpoint.draft in (Draft.DSPARK, Draft.OTHER):
-        log.warning("%s: its draft (%s) is not loaded: this server runs NextN drafts", model_dir, checkpoint.draft)
-    with torch.device("meta"):
-        network = DeepseekV4(checkpoint.config, dtype, ROW_TILE if deterministic else 0, draft=draft, numerics=numerics)
+    checkpoint, network = described_network(
+        model_dir, dtype=dtype, deterministic=deterministic, draft=draft, numerics=numerics
+    )
     tensors = {parameter_name(key): tensor for key, tensor in checkpoint.tensors.items()}
     network.stored = _map(network, tensors, budget)
     fingerprint = model_fingerprint(model_dir, cache_dir=cache_dir, on_progress=on_progress)
@@ -93,9 +83,7 @@ def _use(name: str) -> Use:
 
 def _load(tensor: StoredTensor) -> torch.Tensor:
     numbers = read_tensor(tensor.data)
-    if numbers.dtype.is_floating_point and not numbers.isfinite().all():
-        header = tensor.data
-        raise CheckpointError(f"{header.file}: {header.key} holds a number that is not finite: the file is damaged")
+    check_numbers(numbers, tensor.data)
     return numbers
 
 
