@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import random
-from collections import deque
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from server.cache.layout import Placement
 from server.cache.specs import CacheGeometry
@@ -17,28 +17,53 @@ class AllocatorError(RuntimeError):
 
 
 class ItemState(enum.StrEnum):
-    """free -> reserved -> committed -> free; quarantined while somebody may still be writing."""
+    """free -> reserved -> committed -> free; quarantined while somebody may still be writing.
+
+    A complete page may be given to the cache: it is shared while requests read it, then cached, then free.
+    """
 
     FREE = "free"
     RESERVED = "reserved"
     COMMITTED = "committed"
     QUARANTINED = "quarantined"
+    SHARED = "shared"
+    CACHED = "cached"
 
 
 @dataclass
 class _Grant:
+    """``own`` are the pages that nobody else may use, ``read`` those of the cache."""
+
     placement: Placement
     state: ItemState
+    own: list[int]
+    read: list[int] = field(default_factory=list)
+
+
+def _nothing_cached(n_pages: int) -> None:
+    raise AllocatorError(f"nobody can evict {n_pages} pages")
+
+
+def _kept_as_it_is(_placement: Placement) -> None:
+    pass
 
 
 class Allocator:
     """Slots and pages of one process, granted together: one slot and the pages for a number of tokens, all or nothing.
 
     ``permute_seed`` shuffles the order in which ids are handed out (tests: nothing may depend on ids); None hands out
-    ascending ids, so that a request's pages are neighbours whenever they can be.
+    ascending ids, so that a request's pages are neighbours whenever they can be. ``on_free`` is called with what
+    becomes free, before anybody gets it. ``evict`` is set by the cache that owns pages: it must make that many of its
+    pages free by :meth:`discard`.
     """
 
-    def __init__(self, geometry: CacheGeometry, *, permute_seed: int | None = None) -> None:
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        *,
+        permute_seed: int | None = None,
+        on_free: Callable[[Placement], None] = _kept_as_it_is,
+    ) -> None:
         self._page_size = geometry.page_size
         self._n_pages = geometry.pages - 1
         slots, pages = list(range(1, geometry.slots)), list(range(1, geometry.pages))
@@ -49,6 +74,13 @@ class Allocator:
         self._keep_sorted = permute_seed is None
         self._free_slots, self._free_pages = deque(slots), deque(pages)
         self._grants: dict[Hashable, _Grant] = {}
+        self._readers: Counter[int] = Counter()
+        """Of every page that is the cache's, also of those without any."""
+        self._discarded: set[int] = set()
+        """Pages that the cache has given up while somebody reads them: free with the last reader."""
+        self._n_cached = 0
+        self._on_free = on_free
+        self.evict: Callable[[int], None] = _nothing_cached
 
     @property
     def capacity_tokens(self) -> int:
@@ -59,23 +91,36 @@ class Allocator:
         return -(-n_tokens // self._page_size)
 
     @property
+    def n_available(self) -> int:
+        """Pages that can be granted now: free, or in the cache and read by nobody."""
+        return len(self._free_pages) + self._n_cached
+
+    @property
     def is_full(self) -> bool:
         """Whether nothing can be granted now, however little it is."""
-        return not self._free_slots or not self._free_pages
+        return not self._free_slots or not self.n_available
 
-    def reserve(self, owner: Hashable, n_tokens: int) -> Placement | None:
+    def reserve(
+        self, owner: Hashable, n_tokens: int, *, shared: Sequence[int] = (), pinned: Sequence[int] = ()
+    ) -> Placement | None:
         """Grants one slot and the pages of ``n_tokens``; None if they are not free now.
 
-        Raises :class:`AllocatorError` if ``owner`` holds a grant already.
+        The first places get the cache's complete pages ``shared``, which nobody may write to. The cache's ``pinned``
+        stay what they are as long as the grant. Raises :class:`AllocatorError` if ``owner`` holds a grant already.
         """
         if owner in self._grants:
             raise AllocatorError(f"{owner} already holds {self._grants[owner].placement}")
-        n_pages = self.pages_for(n_tokens)
-        if not self._free_slots or n_pages > len(self._free_pages):
+        n_own = self.pages_for(n_tokens) - len(shared)
+        read = [*shared, *pinned]
+        n_kept = sum(not self._readers[page] for page in set(read) if page in self._readers)
+        if not self._free_slots or n_own > self.n_available - n_kept:
             return None
-        pages = tuple(self._free_pages.popleft() for _ in range(n_pages))
-        placement = Placement(self._free_slots.popleft(), pages)
-        self._grants[owner] = _Grant(placement, ItemState.RESERVED)
+        self._read(read)
+        if (missing := n_own - len(self._free_pages)) > 0:
+            self.evict(missing)
+        own = [self._free_pages.popleft() for _ in range(n_own)]
+        placement = Placement(self._free_slots.popleft(), (*shared, *own), read_only=len(shared))
+        self._grants[owner] = _Grant(placement, ItemState.RESERVED, own, read)
         return placement
 
     def placement_of(self, owner: Hashable) -> Placement:
@@ -93,28 +138,117 @@ class Allocator:
         self._move(owner, ItemState.RESERVED, ItemState.QUARANTINED)
 
     def release(self, owner: Hashable) -> None:
-        """Back to free, from any other state: nobody writes or reads there any more, and the caller knows it."""
-        placement = self._grant(owner).placement
+        """Back to free, from any other state: nobody writes or reads there any more, and the caller knows it. Pages of
+        the cache stay the cache's.
+        """
+        grant = self._grant(owner)
         del self._grants[owner]
-        self._free_slots.append(placement.slot)
-        self._free_pages.extend(placement.pages)
+        self._unread(grant.read)
+        self._free(grant.own, grant.placement.slot)
+
+    # --- pages of the cache -------------------------------------------------------------------------------------------
+
+    def give_to_cache(self, owner: Hashable, index: int) -> int:
+        """The complete page at place ``index`` of ``owner``'s grant becomes the cache's, and ``owner`` its reader.
+
+        Returns its id. Raises :class:`AllocatorError` if it is not ``owner``'s alone.
+        """
+        grant = self._grant(owner)
+        page = grant.placement.pages[index]
+        if page not in grant.own:
+            raise AllocatorError(f"page {page} at place {index} is not {owner}'s own")
+        grant.own.remove(page)
+        grant.read.append(page)
+        self._readers[page] = 1
+        return page
+
+    def settle(self, owner: Hashable, places: Mapping[int, int]) -> Placement:
+        """Puts pinned pages of the cache at ``places`` (place: page) of ``owner``'s grant. The pages that were there
+        become free, and so do the pins that were not put anywhere. Returns the new placement.
+        """
+        grant = self._grant(owner)
+        pages = list(grant.placement.pages)
+        replaced = [pages[place] for place in places]
+        if missing := [page for page in places.values() if page not in grant.read]:
+            raise AllocatorError(f"{owner} does not hold the cached pages {missing}")
+        if missing := [page for page in replaced if page not in grant.own]:
+            raise AllocatorError(f"pages {missing} are not {owner}'s own")
+        for place, page in places.items():
+            pages[place] = page
+        kept = set(pages)
+        self._unread([page for page in grant.read if page not in kept])
+        grant.read = [page for page in grant.read if page in kept]
+        grant.own = [page for page in grant.own if page in kept]
+        grant.placement = replace(grant.placement, pages=tuple(pages))
+        self._free(replaced)
+        return grant.placement
+
+    def n_readers(self, page: int) -> int:
+        """How many requests read a page of the cache."""
+        return self._readers[page]
+
+    def discard(self, page: int) -> None:
+        """The cache gives ``page`` up: it is free now, or with its last reader."""
+        if page not in self._readers or page in self._discarded:
+            raise AllocatorError(f"page {page} is not the cache's")
+        if self._readers[page]:
+            self._discarded.add(page)
+            return
+        self._n_cached -= 1
+        del self._readers[page]
+        self._free([page])
+
+    def _read(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            if page not in self._readers or page in self._discarded:
+                raise AllocatorError(f"page {page} is not the cache's")
+            self._n_cached -= not self._readers[page]
+            self._readers[page] += 1
+
+    def _unread(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._readers[page] -= 1
+            if self._readers[page]:
+                continue
+            if page in self._discarded:
+                self._discarded.remove(page)
+                del self._readers[page]
+                self._free([page])
+            else:
+                self._n_cached += 1
+
+    def _free(self, pages: Sequence[int], slot: int | None = None) -> None:
+        self._on_free(Placement(slot or 0, tuple(pages)))
+        if slot is not None:
+            self._free_slots.append(slot)
+        self._free_pages.extend(pages)
         if self._keep_sorted:
             self._free_slots = deque(sorted(self._free_slots))
             self._free_pages = deque(sorted(self._free_pages))
 
+    # --- what there is ------------------------------------------------------------------------------------------------
+
     def grants(self) -> list[tuple[Placement, ItemState]]:
-        """What is not free."""
+        """What is not free. A placement may have pages of the cache, which others may have too."""
         return [(grant.placement, grant.state) for grant in self._grants.values()]
 
+    def cached_pages(self) -> dict[int, ItemState]:
+        """The pages of the cache: shared, or cached."""
+        return {page: ItemState.SHARED if n else ItemState.CACHED for page, n in self._readers.items()}
+
     def counts(self) -> dict[str, dict[str, int]]:
-        """``{"slots": {state: n}, "pages": {state: n}}`` over all four states; item 0 is not counted."""
+        """``{"slots": {state: n}, "pages": {state: n}}`` over all states; item 0 is not counted. Slots are never
+        shared or cached.
+        """
         slots = {state.value: 0 for state in ItemState}
         pages = dict(slots)
         slots[ItemState.FREE] = len(self._free_slots)
         pages[ItemState.FREE] = len(self._free_pages)
+        pages[ItemState.CACHED] = self._n_cached
+        pages[ItemState.SHARED] = len(self._readers) - self._n_cached
         for grant in self._grants.values():
             slots[grant.state] += 1
-            pages[grant.state] += len(grant.placement.pages)
+            pages[grant.state] += len(grant.own)
         return {"slots": slots, "pages": pages}
 
     def _grant(self, owner: Hashable) -> _Grant:

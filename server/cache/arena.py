@@ -90,12 +90,14 @@ class Arena:
         self.buffer[run.offset : run.offset + run.nbytes].copy_(source)
 
     def scrub(self, placement: Placement) -> None:
-        """Makes a placement fit to be free again: in poison mode its memory is filled with the pattern."""
+        """Makes memory fit to be free again: in poison mode it is filled with the pattern. Slot 0 is left alone."""
         if self.poison:
             self._fill(placement, POISON_BYTE)
+            Mark(self.device).wait()
 
     def _fill(self, placement: Placement, value: int) -> None:
         for c in self.layout.components:
-            for item in (placement.slot,) if c.scope is Scope.SLOT else placement.pages:
+            slots = (placement.slot,) if placement.slot or not value else ()
+            for item in slots if c.scope is Scope.SLOT else placement.pages:
                 start = c.offset + item * c.item_stride
                 self.buffer[start : start + c.rows * c.row_nbytes].fill_(value)

@@ -7,7 +7,7 @@ is complete, and never again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import xxhash
@@ -33,6 +33,38 @@ class _Paged:
         if n_rows <= 0:
             return None
         return Run(c.offset + self.items[page] * c.item_stride, n_rows * c.row_nbytes)
+
+
+PageRanges = tuple[tuple[int, int], ...]
+"""Pages ``first .. stop - 1`` of a request, again and again: ascending, and not touching each other."""
+
+
+@dataclass(frozen=True)
+class StateParts:
+    """The digests of one request's live state, part by part: of each component 8 bytes (xxh3_64, little-endian) for
+    each page, or for the slot. ``paged`` are the names of the page components.
+    """
+
+    parts: Mapping[str, bytes]
+    paged: frozenset[str]
+
+    def digests(self) -> dict[str, int]:
+        """One for each component, over all of its parts."""
+        return {name: xxhash.xxh3_64_intdigest(parts) for name, parts in self.parts.items()}
+
+    def split(self, name: str, held: PageRanges) -> tuple[int, int]:
+        """The digests of a component's parts that are not in the pages ``held``, and of those that are."""
+        parts = self.parts[name]
+        if name not in self.paged or not held:
+            return xxhash.xxh3_64_intdigest(parts), NOTHING
+        there = b"".join(parts[8 * first : 8 * stop] for first, stop in held)
+        edges = [0, *(edge for pair in held for edge in pair), len(parts) // 8]
+        rest = b"".join(parts[8 * first : 8 * stop] for first, stop in zip(edges[::2], edges[1::2], strict=True))
+        return xxhash.xxh3_64_intdigest(rest), xxhash.xxh3_64_intdigest(there)
+
+
+NOTHING = xxhash.xxh3_64_intdigest(b"")
+"""The digest of no part."""
 
 
 class StateDigests:
@@ -63,17 +95,33 @@ class StateDigests:
                 raise LayoutError(f"{name}: {rows.stop} live entries do not fit on {len(items)} pages", name)
             self._paged.append(_Paged(component, items, rows.stop))
 
-    def take_pages(self, n_computed: int) -> None:
-        """Takes the digests of the pages that ``n_computed`` positions fill, and that were not taken before."""
+    def take_pages(self, n_computed: int) -> tuple[bytes, ...]:
+        """Takes the digests of the pages that ``n_computed`` positions fill, and that were not taken before. Of each of
+        them, in order, the page digest.
+        """
+        first = self._taken
         self._take_until(min(n_computed, self._n) // self._page_size)
+        return tuple(self.page_digest(page) for page in range(first, self._taken))
 
-    def finish(self) -> dict[str, int]:
-        """Takes all that is left; one digest for each component."""
+    def page_digest(self, page: int) -> bytes:
+        """The digest of the request's complete page ``page``, which was taken before: xxh3_64 over the digests of its
+        components in the order of their names, 8 bytes, little-endian.
+        """
+        parts = (
+            self._parts[name][8 * page : 8 * page + 8] for name in sorted(each.component.name for each in self._paged)
+        )
+        return xxhash.xxh3_64_intdigest(b"".join(parts)).to_bytes(8, "little")
+
+    def finish(self) -> StateParts:
+        """Takes all that is left."""
         self._take_until(self._n_pages)
         for name, runs in self._slotted:
             if runs:
                 self._parts[name][:] = _digest(self._arena, *runs)
-        return {name: xxhash.xxh3_64_intdigest(bytes(parts)) for name, parts in self._parts.items()}
+        return StateParts(
+            {name: bytes(parts) for name, parts in self._parts.items()},
+            frozenset(p.component.name for p in self._paged),
+        )
 
     def _take_until(self, n_pages: int) -> None:
         for page in range(self._taken, n_pages):
@@ -87,7 +135,7 @@ def live_digests(arena: Arena, n: int, placement: Placement, names: Iterable[str
     """One digest per component (all of the arena's, or those in ``names``) over its live bytes after ``n`` prompt
     tokens, all taken now.
     """
-    return StateDigests(arena, n, placement, names).finish()
+    return StateDigests(arena, n, placement, names).finish().digests()
 
 
 def _digest(arena: Arena, first: Run, *runs: Run) -> bytes:

@@ -23,10 +23,14 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Placement:
-    """The memory of one request: its slot id and its page ids, page j holding positions ``j * page_size ..``."""
+    """The memory of one request: its slot id and its page ids, page j holding positions ``j * page_size ..``.
+
+    The first ``read_only`` pages are complete and may be others' too: nothing may be computed into them.
+    """
 
     slot: int
     pages: tuple[int, ...]
+    read_only: int = 0
 
     @cached_property
     def page_ids(self) -> npt.NDArray[np.int64]:

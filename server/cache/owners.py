@@ -51,20 +51,54 @@ class OwnerStamps:
     def __init__(self, layout: ArenaLayout) -> None:
         self._layout = layout
         self._stamps: dict[tuple[Scope, int], Owner] = {}
+        self._readers: dict[int, set[Owner]] = {}
+        """Of each page that is the cache's, or was it when they began to read."""
+        self._unshared: set[int] = set()
+        """Pages with readers that are the cache's no more."""
 
     def stamp(self, placement: Placement, owner: Owner) -> None:
-        """Marks a grant. Memory that somebody still owns keeps its stamp: :meth:`check` then fails the newcomer."""
-        for item in _items(placement):
-            self._stamps.setdefault(item, owner)
+        """Marks a grant. Memory that somebody still owns keeps its stamp: :meth:`check` then fails the newcomer. Of a
+        page of the cache ``owner`` is one reader more.
+        """
+        for scope, item in _items(placement):
+            if scope is Scope.PAGE and item in self._readers:
+                self._readers[item].add(owner)
+            else:
+                self._stamps.setdefault((scope, item), owner)
 
     def clear(self, placement: Placement, owner: Owner) -> None:
         """Takes ``owner``'s stamps off at its release; those of others stay."""
-        for item in _items(placement):
-            if self._stamps.get(item) == owner:
-                del self._stamps[item]
+        for scope, item in _items(placement):
+            if scope is Scope.PAGE and item in self._readers:
+                self._readers[item].discard(owner)
+                self._forget_if_over(item)
+            elif self._stamps.get((scope, item)) == owner:
+                del self._stamps[scope, item]
+
+    def share(self, page: int, owner: Owner) -> None:
+        """The page becomes the cache's, and ``owner`` its first reader."""
+        if self._stamps.get((Scope.PAGE, page)) == owner:
+            del self._stamps[Scope.PAGE, page]
+        self._readers[page] = {owner}
+
+    def unshare(self, page: int) -> None:
+        """The page is the cache's no more: nobody can begin to read it."""
+        self._unshared.add(page)
+        self._forget_if_over(page)
+
+    def _forget_if_over(self, page: int) -> None:
+        if page in self._unshared and not self._readers[page]:
+            del self._readers[page]
+            self._unshared.remove(page)
 
     def owner_of(self, scope: Scope, item: int) -> Owner | None:
+        """The one owner; None for what is nobody's, and for pages of the cache."""
         return self._stamps.get((scope, item))
+
+    def readers_of(self, page: int) -> frozenset[Owner] | None:
+        """Who reads a page of the cache; None for any other."""
+        readers = self._readers.get(page)
+        return None if readers is None else frozenset(readers)
 
     def check(self, n: int, placement: Placement, names: Iterable[str], owner: Owner) -> None:
         """That every slot and page which holds a live row of ``names`` after ``n`` tokens is ``owner``'s.
@@ -89,8 +123,8 @@ class OwnerStamps:
         """That all ``items`` are ``owner``'s. Raises what :meth:`check` raises."""
         for name, scope, those in items:
             for item in those:
-                found = self.owner_of(scope, item)
-                if found != owner:
+                found = self._stamps.get((scope, item))
+                if found != owner and (scope is Scope.SLOT or owner not in self._readers.get(item, ())):
                     raise WrongOwner(f"{name}: {scope} {item} belongs to {found or 'nobody'}, expected {owner}", name)
 
 

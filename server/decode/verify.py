@@ -131,7 +131,7 @@ def check_digests(found: Evidence) -> Failure | None:
     have the prompt's log probabilities.
     """
     theirs = {sent.component: sent.digest for sent in found.done.sent}
-    for name, ours in found.expected.digests.finish().items():
+    for name, ours in found.expected.digests.finish().digests().items():
         if name not in theirs:
             return _mismatch(Check.DIGEST, name, "the prefill node has sent no digest")
         if theirs[name] != ours:

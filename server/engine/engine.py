@@ -321,11 +321,9 @@ class Engine(threading.Thread):
         prompt, placement = sequence.request.prompt_ids, sequence.placement
         if sequence.digests is None:
             raise RuntimeError(f"{sequence.key} has no digests")
-        digests = self._runner.hand_over(
-            command.room, command.epoch, prompt, placement, first, streams, sequence.digests
-        )
+        parts = self._runner.hand_over(command.room, command.epoch, prompt, placement, first, streams, sequence.digests)
         digest_s = time.perf_counter() - started
-        self._on_event(PrefillFinished(sequence.key, first, digests, sequence.prefill_s, digest_s))
+        self._on_event(PrefillFinished(sequence.key, first, parts, sequence.prefill_s, digest_s))
 
     def _check_owner(self, command: Prefill | Resume) -> None:
         """That the memory of the prompt's state is stamped as the command says. Raises :class:`WrongOwner`."""

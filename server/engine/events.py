@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from server.cache.digest import StateParts
 from server.cache.layout import Placement
 from server.cache.owners import Owner
+from server.cache.prefix import PrefixHit
+from server.cache.snapshots import Snapshot, SnapshotPoint
 from server.engine.guide import Guide
 from server.engine.request import FinishReason, GenerationRequest, TokenLogprob, TokenOutput
 from server.failure import Failure
@@ -18,7 +21,9 @@ from server.failure import Failure
 class Prefill:
     """Compute the prompt and its first token into ``placement`` and stop there (all that a prefill node does).
 
-    The memory must be stamped with ``owner`` when the digests are taken; None: do not look.
+    The memory must be stamped with ``owner`` when the digests are taken; None: do not look. The first tokens of
+    ``hit``, if there is one, need not be computed: their pages are in ``placement`` already. At ``snapshots_at``, in
+    ascending order, snapshots are wanted.
     """
 
     key: Hashable
@@ -27,6 +32,8 @@ class Prefill:
     room: int
     epoch: int
     owner: Owner | None = None
+    hit: PrefixHit | None = None
+    snapshots_at: tuple[SnapshotPoint, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,10 +104,32 @@ Command = Begin | Prepare | Cancel | Scrub | Stop | GrammarReady
 
 @dataclass(frozen=True)
 class ChunkComputed:
-    """State of prompt positions ``0 .. n_computed - 1`` is in the pools."""
+    """State of prompt positions ``0 .. n_computed - 1`` is in the pools. ``pages`` are the digests of the pages that
+    are complete since the last such event, in order.
+    """
 
     key: Hashable
     n_computed: int
+    pages: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class SnapshotTaken:
+    """The slot's state at a boundary that was asked for; its pages were reported before."""
+
+    key: Hashable
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True)
+class HitRefused:
+    """What the cache gave for a prompt is not what was put there: ``failure`` says what. The key's placement was not
+    written to, and is no longer touched. ``page`` is the number of the damaged page; None: the snapshot is.
+    """
+
+    key: Hashable
+    failure: Failure
+    page: int | None
 
 
 @dataclass(frozen=True)
@@ -115,13 +144,17 @@ class PromptScored:
 
 @dataclass(frozen=True)
 class PrefillFinished:
-    """The whole prompt is computed, the hand-off row is written, and the digests of every live byte are taken."""
+    """The whole prompt is computed, the hand-off row is written, and the digests of every live byte are taken.
+
+    ``pages`` are the digests of the complete pages that no :class:`ChunkComputed` had.
+    """
 
     key: Hashable
     first: TokenLogprob
-    digests: dict[str, int]
+    parts: StateParts
     prefill_s: float
     digest_s: float
+    pages: tuple[bytes, ...] = ()
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -133,10 +166,17 @@ class Output(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Finished:
-    """The engine will not touch the key's placement again (for ``Prefill``: sent only after a cancel)."""
+    """The engine will not touch the key's placement again (for ``Prefill``: sent only after a cancel).
+
+    After a :class:`Resume`, if the engine was built to digest pages: ``tokens`` are those whose state is in the pools,
+    prompt and answer, and ``pages`` the digests of the pages that were completed by decoding, from page
+    ``n_prompt // page_size`` on.
+    """
 
     key: Hashable
     reason: FinishReason
+    tokens: tuple[int, ...] = ()
+    pages: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -159,4 +199,15 @@ class Died:
     message: str
 
 
-Event = ChunkComputed | PromptScored | PrefillFinished | Output | Finished | ComputeFailed | Scrubbed | Died
+Event = (
+    ChunkComputed
+    | SnapshotTaken
+    | HitRefused
+    | PromptScored
+    | PrefillFinished
+    | Output
+    | Finished
+    | ComputeFailed
+    | Scrubbed
+    | Died
+)

@@ -91,7 +91,8 @@ class GenerationRequest:
     """One prompt to continue. ``request_id`` names it in logs; ``routed`` is the room that a router chose.
 
     It came over HTTP at ``arrived_at`` (by ``time.monotonic``), for the span that its header ``traceparent`` named.
-    ``group`` names the HTTP request, which may have many of these; empty: it has none beside it.
+    ``group`` names the HTTP request, which may have many of these; empty: it has none beside it. What is kept of
+    prompts is found by those of the same ``cache_salt`` only.
     """
 
     request_id: str
@@ -101,6 +102,7 @@ class GenerationRequest:
     arrived_at: float | None = None
     traceparent: str | None = None
     group: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class RouteInfo:
     """Who served the prompt: known before the first token. ``prefill`` is ``host:port`` of the peer, or ``local``.
 
     ``draft_state`` says where the draft's window came from, None without speculation. ``n_retries`` prefill nodes had
-    failed before.
+    failed before. ``cached_tokens`` of the prompt were not computed, but found in the prefill node's cache.
     """
 
     prefill: str
@@ -152,6 +154,7 @@ class RouteInfo:
     transfer_bytes: dict[str, int] = field(default_factory=dict)
     draft_state: str | None = None
     n_retries: int = 0
+    cached_tokens: int = 0
 
 
 class Generation(Protocol):

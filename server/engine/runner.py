@@ -8,7 +8,7 @@ import torch
 
 from server.cache.arena import Arena
 from server.cache.device import Mark, to_device
-from server.cache.digest import StateDigests
+from server.cache.digest import StateDigests, StateParts
 from server.cache.handoff import Handoff, prompt_hash, read_handoff, write_handoff
 from server.cache.layout import Placement
 from server.cache.owners import Owner
@@ -72,8 +72,8 @@ class ModelRunner:
         first: TokenLogprob,
         streams: torch.Tensor,
         digests: StateDigests,
-    ) -> dict[str, int]:
-        """Writes the hand-off row and returns the digest of every component's live bytes: ``digests``, of which pages
+    ) -> StateParts:
+        """Writes the hand-off row and returns the digests of all live bytes: ``digests``, of which pages
         may be taken already.
 
         ``streams`` ``[N, D]`` are those of position n - 1.
@@ -94,6 +94,5 @@ class ModelRunner:
         return to_device(row.streams, self.arena.device)
 
     def scrub(self, placement: Placement) -> None:
-        """Makes a placement fit to be another's: nothing that was computed so far, or failed, writes to it any more."""
-        self.arena.scrub(placement)
+        """Waits until nothing that was computed so far, or failed, writes to ``placement`` any more."""
         self.mark().wait()

@@ -48,7 +48,7 @@ class PoolFaults:
         """Where the rows of a room in ``placement`` are looked for."""
         wrong = {fault.target: self._wrong_items(key, fault, placement) for fault in faults}
         self._before = placement
-        return Misplaced(placement.slot, placement.pages, wrong) if wrong else placement
+        return Misplaced(placement.slot, placement.pages, wrong=wrong) if wrong else placement
 
     async def wait_for_partner(self, key: Hashable) -> None:
         """If a second room uses the memory of this one, until that room is over."""

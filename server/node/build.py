@@ -108,7 +108,7 @@ def build_resources(
     loaded = _load_model(options, kernels, budget, draft=draft)
     model = loaded.model
     arena = _make_arena(plan, options)
-    allocator = Allocator(plan.geometry, permute_seed=options.permute_ids)
+    allocator = Allocator(plan.geometry, permute_seed=options.permute_ids, on_free=arena.scrub)
     runner, commands = ModelRunner(model, arena), queue.SimpleQueue[Command]()
     metrics = NodeMetrics(CollectorRegistry())
 

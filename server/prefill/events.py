@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from server.cache.digest import StateParts
 from server.failure import Failure
 from server.transfer.plan import Rows
 from server.transfer.protocol import Abort, Committed, PromptLogprobsReceived, Rejected, Reserve
@@ -41,9 +42,9 @@ class Scored:
 
 @dataclass(frozen=True)
 class Computed:
-    """The engine is finished with the prompt; ``digests`` are of every live byte."""
+    """The engine is finished with the prompt; ``parts`` are the digests of every live byte."""
 
-    digests: dict[str, int]
+    parts: StateParts
     prefill_s: float
     digest_s: float
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 
+from server.cache.digest import PageRanges, StateParts
 from server.engine.prompt_logprobs import row_nbytes
 from server.failure import Failure
 from server.prefill.events import (
@@ -265,17 +266,16 @@ class PrefillRoom:
             reason = f"the engine reported log probabilities up to position {parts.stop - 1} of {self.n_tokens} tokens"
             return self._end(Failure("no_digest", reason, PROMPT_LOGPROBS), now)
         computed = self._computed
-        if computed is None or any(name not in computed.digests for name in self.reserve.components):
+        if computed is None or any(name not in computed.parts.parts for name in self.reserve.components):
             return self._end(Failure("no_digest", "the engine reported no digest of a wanted component"), now)
         self._enter(PrefillPhase.COMMIT, now)
         self._resend = Resend(self._deadlines.resend_s, self._deadlines.resend_cap_s, now)
+        held: PageRanges = ()
         self.done = Done(
             **self._ids,
             n=self.n_tokens,
-            sent=tuple(
-                Sent(name, rows.start, rows.stop, rows.nbytes, computed.digests[name])
-                for name, rows in self._sent.items()
-            ),
+            held=held,
+            sent=tuple(_sent(rows, computed.parts, held) for rows in self._sent.values()),
             pieces=dict(self._pieces),
             timings=Timings(
                 received_at=self._received_at,
@@ -379,6 +379,11 @@ def failed_message(about: Reserve | Waiting | Abort, failure: Failure, writes: W
         component=failure.component,
         writes=writes,
     )
+
+
+def _sent(rows: Rows, parts: StateParts, held: PageRanges) -> Sent:
+    digest, held_digest = parts.split(rows.component, held)
+    return Sent(rows.component, rows.start, rows.stop, rows.nbytes, digest, rows.held_nbytes, held_digest)
 
 
 def _late(phase: PrefillPhase, what: str, silent_s: float, limit_s: float) -> Failure:

@@ -404,7 +404,7 @@ class PrefillRoomManager:
                 self.step(req, Scored(event.rows))
             case PrefillFinished():
                 req.first = event.first
-                self.step(req, Computed(event.digests, event.prefill_s, event.digest_s))
+                self.step(req, Computed(event.parts, event.prefill_s, event.digest_s))
             case Finished():
                 self.step(req, EngineIdle())
             case ComputeFailed():

@@ -15,7 +15,7 @@ from server.cache.live import LIVE_RULES
 from server.cache.specs import DRAFT, SWA, Scope
 from server.transfer.engines.base import TransferEngine
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Raised whenever a message changes. Peers of different versions refuse each other."""
 
 ABSENT = "absent"

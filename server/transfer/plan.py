@@ -31,12 +31,15 @@ class Copy:
 
 @dataclass(frozen=True)
 class Rows:
-    """Logical rows ``start .. stop - 1`` of one component, ``nbytes`` in all."""
+    """Logical rows ``start .. stop - 1`` of one component, of which ``nbytes`` are written and ``held_nbytes`` are there
+    already.
+    """
 
     component: str
     start: int
     stop: int
     nbytes: int
+    held_nbytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,11 @@ TraceParent = Annotated[str, Meta(max_length=55, pattern="^[0-9a-f]{2}-[0-9a-f]{
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenBias = tuple[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]]
 BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=1024)]
+Salt = Annotated[str, Meta(max_length=1024)]
+"""Separates tenants: what was kept for one salt is never found for another."""
+PageSpan = tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], Annotated[int, Meta(ge=1, le=2**31 - 1)]]
+"""Pages ``first .. stop - 1`` of a request."""
+MAX_HELD_SPANS = 1024
 ItemIds = Annotated[tuple[Annotated[int, Meta(ge=1, le=2**31 - 1)], ...], Meta(max_length=1 << 17)]
 
 
@@ -202,6 +207,7 @@ class RoomRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=T
     """The request itself: ``request_id`` for the logs, ``prompt`` as raw little-endian int32 ids, and how to sample."""
 
     request_id: ShortText
+    salt: Salt
     prompt: Annotated[bytes, Meta(min_length=4, max_length=MAX_FRAME_NBYTES)]
     sampling: Sampling
 
@@ -214,6 +220,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     """
 
     request_id: ShortText
+    salt: Salt
     n_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     prompt_hash: Annotated[bytes, Meta(min_length=16, max_length=16)]
     sampling: Sampling
@@ -233,6 +240,9 @@ class Reserve(RoomMessage, frozen=True, tag="Reserve"):
     ``slot`` and ``pages`` are D's memory, page ``j`` for positions ``j * page_size ..``, just enough for the prompt.
     ``components`` are the names D wants. ``silence_s``: D gives the room up after this long without a sign of life.
     ``traceparent`` is the span of D's that P's part belongs to, if the request is traced.
+
+    ``offered``: D holds complete pages for the first tokens of the prompt, and these are their page digests, 8 bytes
+    each, from page 0 on. ``pages`` are for all pages all the same: what P does not confirm as held it writes there.
     """
 
     slot: Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -241,6 +251,7 @@ class Reserve(RoomMessage, frozen=True, tag="Reserve"):
     request: RoomRequest | RoutedRequest
     silence_s: Seconds
     traceparent: TraceParent | None = None
+    offered: Annotated[bytes, Meta(max_length=8 << 17)] = b""
 
 
 class Reserved(RoomMessage, frozen=True, tag="Reserved"):
@@ -279,9 +290,11 @@ class SentPromptLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class Sent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was written of one component: logical rows ``start .. stop - 1`` (entries or positions), ``nbytes``.
+    """What D has of one component: logical rows ``start .. stop - 1`` (entries or positions). Of these ``held_nbytes``
+    lie in the pages that ``Done`` says D holds, and ``nbytes`` were written.
 
-    ``start == stop`` declares a component empty. ``digest`` is xxh3_64 of the live rows in P's memory, ascending.
+    ``start == stop`` declares a component empty. ``digest`` and ``held_digest`` are of the written and of the held
+    parts in P's memory: xxh3_64 over the parts' own xxh3_64, 8 bytes each, ascending. A page is a part, a slot is one.
     """
 
     component: Name
@@ -289,6 +302,8 @@ class Sent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: Count
     nbytes: Count
     digest: int
+    held_nbytes: Count
+    held_digest: int
 
 
 class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -315,12 +330,17 @@ class Done(RoomMessage, frozen=True, tag="Done"):
 
     ``n`` prompt tokens, ``sent`` one entry per component. ``pieces`` are contiguous writes by component, or ``pages``
     where several components of whole pages are written at once.
+
+    ``held`` are the pages that D had offered, and that are the same in P's memory: they were not written. The first
+    ``n_reused`` tokens were not computed, but found in P's own cache.
     """
 
     n: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     sent: Annotated[tuple[Sent, ...], Meta(min_length=1, max_length=64)]
     pieces: Annotated[dict[Name, Count], Meta(max_length=65)]
     timings: Timings
+    held: Annotated[tuple[PageSpan, ...], Meta(max_length=MAX_HELD_SPANS)] = ()
+    n_reused: Count = 0
     prompt_logprobs: SentPromptLogprobs | None = None
 
 
