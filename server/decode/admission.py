@@ -81,8 +81,8 @@ def wire_request(request: GenerationRequest, sampling: Sampling) -> RoomRequest 
     """The request as a prefill node gets it: without the prompt if a router sends it that."""
     request_id, prompt = request.request_id[:256], request.prompt_ids
     if request.routed is not None:
-        return RoutedRequest(request_id, request.cache_salt, len(prompt), prompt_hash(prompt), sampling)
-    return RoomRequest(request_id, request.cache_salt, pack_tokens(prompt), sampling)
+        return RoutedRequest(request_id, len(prompt), prompt_hash(prompt), sampling, request.cache_salt)
+    return RoomRequest(request_id, pack_tokens(prompt), sampling, request.cache_salt)
 
 
 def tokens_held(request: GenerationRequest, spec_tokens: int, *, is_local: bool) -> int:

@@ -31,7 +31,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Rows:
-    """Logical rows ``start .. stop - 1`` of one component, of which ``nbytes`` are written and ``held_nbytes`` are there
+    """Logical rows ``start .. stop - 1`` of one component, of which ``nbytes`` are written; ``held_nbytes`` are there
     already.
     """
 

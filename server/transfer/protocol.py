@@ -207,9 +207,9 @@ class RoomRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=T
     """The request itself: ``request_id`` for the logs, ``prompt`` as raw little-endian int32 ids, and how to sample."""
 
     request_id: ShortText
-    salt: Salt
     prompt: Annotated[bytes, Meta(min_length=4, max_length=MAX_FRAME_NBYTES)]
     sampling: Sampling
+    salt: Salt = ""
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -220,10 +220,10 @@ class RoutedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     """
 
     request_id: ShortText
-    salt: Salt
     n_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     prompt_hash: Annotated[bytes, Meta(min_length=16, max_length=16)]
     sampling: Sampling
+    salt: Salt = ""
 
 
 class Waiting(RoomMessage, frozen=True, tag="Waiting"):
