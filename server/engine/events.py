@@ -22,8 +22,9 @@ class Prefill:
     """Compute the prompt and its first token into ``placement`` and stop there (all that a prefill node does).
 
     The memory must be stamped with ``owner`` when the digests are taken; None: do not look. The first tokens of
-    ``hit``, if there is one, need not be computed: their pages are in ``placement`` already. At ``snapshots_at``, in
-    ascending order, snapshots are wanted.
+    ``hit``, if there is one, need not be computed: their pages are in ``placement`` already; they and the snapshot are
+    digested again and compared, unless it is not ``hit_is_checked``. At ``snapshots_at``, in ascending order, snapshots
+    are wanted.
     """
 
     key: Hashable
@@ -34,6 +35,7 @@ class Prefill:
     owner: Owner | None = None
     hit: PrefixHit | None = None
     snapshots_at: tuple[SnapshotPoint, ...] = ()
+    hit_is_checked: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from server.cache.layout import Placement
+from server.cache.prefix import CachedPage, PrefixHit, page_key
 from server.transfer.checks import Check
 from server.transfer.engines.base import TransferEngine
 from server.transfer.protocol import AnyMessage
@@ -56,6 +57,17 @@ class Hooks:
     def before_tail(self, key: Hashable, push: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
         """The room's prompt is computed: ``push``, now or later, sends what is left, if it still ``is_wanted``."""
         push()
+
+    def page_key(self, parent: bytes, ids: bytes) -> bytes:
+        """The content key of a page (:func:`server.cache.prefix.page_key`)."""
+        return page_key(parent, ids)
+
+    def cache_hit(self, key: Hashable, hit: PrefixHit) -> PrefixHit:
+        """The prefill node takes a part of a prompt from its cache: what it takes."""
+        return hit
+
+    def offering(self, key: Hashable, pages: Sequence[CachedPage]) -> None:
+        """The decode node offers cached ``pages``, which are pinned."""
 
     def memory_free(self, key: Hashable) -> None:
         """The room's memory on the prefill node is given back."""

@@ -18,6 +18,12 @@ class Check(enum.StrEnum):
     """The bytes in the decode node's memory are those the prefill node computed (decode node)."""
     HANDOFF = "handoff"
     """The hand-off row is of this room, epoch, prompt length and prompt (decode node)."""
+    HIT = "hit"
+    """The pages and the snapshot that a prompt is computed on from are those that were put into the cache (prefill
+    node).
+    """
+    OFFER = "offer"
+    """Of the pages that the decode node offers those are held whose bytes are the prefill node's own (prefill node)."""
 
 
 PLACEMENT = "placement"
