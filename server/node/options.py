@@ -268,8 +268,8 @@ class NodeOptions:
     prefix_cache: str | int = option(
         "memory",
         "keep complete pages of requests that are over, for prompts that begin alike (docs/memory.md). off: none; "
-        "auto: all that is free, and on a prefill node snapshots of an eighth of the bytes of all pages, or of one for each "
-        "slot if that is more; BYTES, such as 2GiB: at most so many of pages that nobody reads, and of snapshots",
+        "auto: all that is free, and on a prefill node snapshots of an eighth of the bytes of all pages, or of one for "
+        "each slot if that is more; BYTES, such as 2GiB: at most so many of pages that nobody reads, and of snapshots",
         default=AUTO,
         type=prefix_cache_size,
         metavar="BYTES",
