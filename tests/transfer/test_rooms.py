@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from server.cache.digest import StateParts
 from server.decode.room import (
     Commit,
     DecodePhase,
@@ -61,6 +62,7 @@ RESERVE = reserve()
 IDS = ids_of(RESERVE)
 DONE = Done(**IDS, n=3, sent=(), pieces={}, timings=None)  # type: ignore[arg-type]
 FIRST = TokenLogprob(1, -0.5)
+PARTS = StateParts({"swa": b"8 bytes."}, frozenset())
 GONE = Failure("aborted", "the client is gone")
 
 
@@ -83,7 +85,7 @@ def prefill_room(phase: PrefillPhase = PrefillPhase.QUEUED) -> PrefillRoom:
     if phase is not PrefillPhase.QUEUED:
         room.handle(Admitted(), 1.0)
     if phase in (PrefillPhase.TRANSFER, PrefillPhase.COMMIT):
-        room.handle(Computed({"swa": 9}, 0.5, 0.1), 2.0)
+        room.handle(Computed(PARTS, 0.5, 0.1), 2.0)
         room.handle(Pushed(1, (Rows("swa", 0, 3, 96),), {"swa": 4}, last=True), 2.0)
     if phase is PrefillPhase.COMMIT:
         room.handle(BatchEnded(1, None, quiesced=True), 3.0)
@@ -193,7 +195,7 @@ class TestPrefillRoom:
         room.handle(Admitted(), 1.0)
         assert kinds(room.handle(Advanced(2), 1.5)) == [PushPages, Progress]
         room.handle(Pushed(1, (Rows("swa", 0, 2, 64),), {"swa": 1}, last=False), 1.5)
-        assert kinds(room.handle(Computed({"swa": 9}, 0.5, 0.1), 2.0)) == [PushTail]
+        assert kinds(room.handle(Computed(PARTS, 0.5, 0.1), 2.0)) == [PushTail]
         assert kinds(room.handle(Tick(), 2.05)) == [Progress], "that it is in transfer, if it still is"
         assert room.handle(Tick(), 2.06) == []
         assert room.handle(BatchEnded(1, None, quiesced=True), 2.1) == [], "the tail is still to come"
@@ -201,7 +203,13 @@ class TestPrefillRoom:
         (done,) = sent(room.handle(BatchEnded(2, None, quiesced=True), 3.0))
         assert isinstance(done, Done)
         (swa,) = done.sent
-        assert (swa.start, swa.stop, swa.nbytes, swa.digest, done.pieces) == (0, 3, 96, 9, {"swa": 4})
+        assert (swa.start, swa.stop, swa.nbytes, swa.digest, done.pieces) == (
+            0,
+            3,
+            96,
+            PARTS.digests()["swa"],
+            {"swa": 4},
+        )
         assert sent(room.handle(Tick(), 4.0)) == [done], "it is sent again until answered"
         assert kinds(room.handle(Committed(**IDS), 4.1)) == [Clean]
         assert kinds(room.handle(Cleaned(), 4.2)) == [Release, Forget]
@@ -209,7 +217,7 @@ class TestPrefillRoom:
     def test_done_waits_for_every_batch(self) -> None:
         room = prefill_room(PrefillPhase.PREFILL)
         room.handle(Pushed(1, (Rows("swa", 0, 2, 64),), {"swa": 1}, last=False), 1.5)
-        room.handle(Computed({"swa": 9}, 0.5, 0.1), 2.0)
+        room.handle(Computed(PARTS, 0.5, 0.1), 2.0)
         room.handle(Pushed(2, (Rows("swa", 2, 3, 32),), {"swa": 3}, last=True), 2.2)
         assert room.handle(BatchEnded(2, None, quiesced=False), 2.3) == []
         assert kinds(room.handle(BatchEnded(1, None, quiesced=True), 2.4)) == [Done]
@@ -301,7 +309,7 @@ class TestPrefillRoom:
 
     def test_a_missing_digest_fails_the_room(self) -> None:
         room = prefill_room(PrefillPhase.PREFILL)
-        room.handle(Computed({}, 0.5, 0.1), 2.0)
+        room.handle(Computed(StateParts({}, frozenset()), 0.5, 0.1), 2.0)
         room.handle(Pushed(1, (), {"swa": 1}, last=True), 2.0)
         assert kinds(room.handle(BatchEnded(1, None, quiesced=True), 2.1)) == [Failed, Quiesced, Clean]
 
