@@ -50,8 +50,8 @@ class WatchedAllocator(Allocator):
     def __init__(self, world: World, geometry: CacheGeometry, arena: Arena, seed: int) -> None:
         super().__init__(geometry, permute_seed=seed, on_free=self._on_freed)
         self._world, self._arena = world, arena
-        self._holders: dict[Item, Hashable] = {}
-        self._readers: defaultdict[Item, set[Hashable]] = defaultdict(set)
+        self._may_write: dict[Item, Hashable] = {}
+        self._may_read: defaultdict[Item, set[Hashable]] = defaultdict(set)
         """Of the cache's pages."""
 
     def reserve(
@@ -59,67 +59,67 @@ class WatchedAllocator(Allocator):
     ) -> Placement | None:
         read = [(Scope.PAGE, page) for page in (*shared, *pinned)]
         for item in read:
-            self._readers[item].add(owner)  # what is evicted for this grant must not be among it
+            self._may_read[item].add(owner)  # what is evicted for this grant must not be among it
         placement = super().reserve(owner, n_tokens, shared=shared, pinned=pinned)
         if placement is None:
             self._read_no_more(owner, read)
             return None
         for item in items_of(placement):
             if item not in read:
-                holder = self._holders.setdefault(item, owner)
+                holder = self._may_write.setdefault(item, owner)
                 self._world.check(holder is owner, f"{item} belongs to {holder} and was given to {owner} too")
-                readers = self._readers[item]
+                readers = self._may_read[item]
                 self._world.check(not readers, f"{item} is read by {readers} and was given to {owner}")
         return placement
 
     def give_to_cache(self, owner: Hashable, index: int) -> int:
         page = super().give_to_cache(owner, index)
-        del self._holders[Scope.PAGE, page]
-        self._readers[Scope.PAGE, page].add(owner)
+        del self._may_write[Scope.PAGE, page]
+        self._may_read[Scope.PAGE, page].add(owner)
         return page
 
     def settle(self, owner: Hashable, places: Mapping[int, int]) -> Placement:
         before = self.placement_of(owner)
         for place in places:
-            del self._holders[Scope.PAGE, before.pages[place]]
+            del self._may_write[Scope.PAGE, before.pages[place]]
         put = {(Scope.PAGE, page) for page in places.values()}
         self._read_no_more(owner, [item for item in self._read_by(owner) if item not in put])
         self._world.seen["held"] += bool(places)
         return super().settle(owner, places)
 
     def release(self, owner: Hashable) -> None:
-        self._holders = {item: holder for item, holder in self._holders.items() if holder != owner}
+        self._may_write = {item: holder for item, holder in self._may_write.items() if holder != owner}
         self._read_no_more(owner, self._read_by(owner))
         super().release(owner)
 
     def _read_by(self, owner: Hashable) -> list[Item]:
-        return [item for item, readers in self._readers.items() if owner in readers]
+        return [item for item, readers in self._may_read.items() if owner in readers]
 
     def _read_no_more(self, owner: Hashable, items: Iterable[Item]) -> None:
         for item in items:
-            self._readers[item].discard(owner)
+            self._may_read[item].discard(owner)
 
     def _on_freed(self, freed: Placement) -> None:
         for item in items_of(freed):
-            holder, readers = self._holders.get(item), self._readers[item]
+            holder, readers = self._may_write.get(item), self._may_read[item]
             self._world.check(holder is None and not readers, f"{item} of {holder} is free, and {readers} read it")
         self._arena.scrub(freed)
 
     def holder_of(self, item: Item) -> Hashable | None:
         """The only one who may write there; None for pages of the cache, too."""
-        return self._holders.get(item)
+        return self._may_write.get(item)
 
     def reads(self, owner: Hashable, placement: Placement) -> bool:
         """Whether everything is ``owner``'s, or the cache's and read by ``owner``."""
         return all(self.is_read_by(owner, item) for item in items_of(placement))
 
     def is_read_by(self, owner: Hashable, item: Item) -> bool:
-        return self._holders.get(item) == owner or owner in self._readers[item]
+        return self._may_write.get(item) == owner or owner in self._may_read[item]
 
     @property
     def all_free(self) -> bool:
         """Whether nobody holds or reads anything."""
-        return not self._holders and not any(self._readers.values())
+        return not self._may_write and not any(self._may_read.values())
 
 
 def items_of(placement: Placement) -> list[Item]:
