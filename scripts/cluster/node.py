@@ -258,7 +258,7 @@ class Node:
         return [f"{self.name}: {name} is {metrics[name]:g}" for name in names if metrics[name]]
 
     def all_free(self) -> bool:
-        """Whether every slot and page is free."""
+        """Whether no request has a slot or page: all are free, or pages of the cache that nobody reads."""
         metrics = self.metrics()
         return not any(metrics[name] for name in _MEMORY)
 
@@ -267,7 +267,7 @@ class Node:
         return (sample for family in text_string_to_metric_families(text) for sample in family.samples)
 
 
-_IN_USE = ("reserved", "committed", "quarantined")
+_IN_USE = ("reserved", "committed", "quarantined", "shared")
 _MEMORY = [f"pd_{kind}{{state={state}}}" for kind in ("slots", "pages") for state in _IN_USE]
 
 
