@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import LOGS, Cluster, Node, until
+from cluster import LOGS, ROOT, Cluster, Node, until
 
 from .client import ttft_s
 from .measurement import BenchFailed, Prompt
@@ -113,9 +113,10 @@ def without_prefixes(baseline: Path | None) -> tuple[str, ...]:
     """The option that keeps nothing of a prompt: the parts ask the same ones again and again, and measure how they are
     computed. None for a checkout that never keeps anything.
     """
-    if baseline is None or "--prefix-cache" in (baseline / OPTIONS).read_text(encoding="utf-8"):
-        return ("--prefix-cache", "off")
-    return ()
+    if baseline is not None and not (baseline / OPTIONS).is_file():
+        return ()
+    keeps = "--prefix-cache" in ((baseline or ROOT) / OPTIONS).read_text(encoding="utf-8")
+    return ("--prefix-cache", "off") if keeps else ()
 
 
 def prefill_node(name: str, options: Sequence[str], baseline: Path | None = None) -> Node:

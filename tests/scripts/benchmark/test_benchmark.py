@@ -127,6 +127,7 @@ def test_fresh_prompts_share_no_page() -> None:
 
 def test_a_checkout_is_told_to_keep_no_prefix_if_it_can(tmp_path: Path) -> None:
     assert without_prefixes(None) == ("--prefix-cache", "off")
+    assert without_prefixes(tmp_path) == ()
     options = tmp_path / "server" / "node" / "options.py"
     options.parent.mkdir(parents=True)
     options.write_text("--pages")
