@@ -76,10 +76,16 @@ class OwnerStamps:
                 del self._stamps[scope, item]
 
     def share(self, page: int, owner: Owner) -> None:
-        """The page becomes the cache's, and ``owner`` its first reader."""
-        if self._stamps.get((Scope.PAGE, page)) == owner:
-            del self._stamps[Scope.PAGE, page]
-        self._readers[page] = {owner}
+        """The page becomes the cache's, and ``owner`` its first reader.
+
+        Raises :class:`LayoutError` if the page is another's: what is shared would be that one's.
+        """
+        found = self._stamps.get((Scope.PAGE, page))
+        if found != owner:
+            raise LayoutError(f"page {page} belongs to {found or 'nobody'}, expected {owner}")
+        self._readers[page] = {owner}  # before the stamp is off: another thread may be looking
+        self._unshared.discard(page)
+        del self._stamps[Scope.PAGE, page]
 
     def unshare(self, page: int) -> None:
         """The page is the cache's no more: nobody can begin to read it."""

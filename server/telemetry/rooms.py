@@ -135,10 +135,10 @@ class RoomRecorder:
             last = self._attempts[-1]
             self._attempts[-1] = Attempt(last.epoch, last.peer, last.slot, last.n_pages, _failure(failure))
 
-    def try_again(self, now: float) -> None:
-        """Another attempt begins, without memory."""
+    def try_again(self, now: float, phase: PhaseName = PhaseName.QUEUE) -> None:
+        """Another attempt begins, without memory: in ``phase`` it waits for it."""
         self.n_attempts += 1
-        self.enter(PhaseName.QUEUE, now)
+        self.enter(phase, now)
 
     def join(self, half: Timings, now: float) -> None:
         """``Done`` has come: the phases since ``Reserve`` was sent are the prefill node's own, from here on.
