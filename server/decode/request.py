@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from server.cache.layout import Placement
+from server.cache.prefix import CachedPage, PromptKeys
 from server.decode.prefill_link import PrefillLink
 from server.decode.room import DecodePhase, DecodeRoom
-from server.decode.verify import Expected
+from server.decode.verify import PREFIX_DAMAGED, Expected
 from server.engine.generation import NodeGeneration
 from server.engine.request import GenerationRequest
 from server.failure import Failure
@@ -36,13 +37,17 @@ class Announced:
 class DecodeRequest:
     """One attempt at a request, from its admission until its memory is free again.
 
-    ``sampling`` is the request's as the prefill node gets it. ``link`` is the prefill node that a router chose; else it
-    is chosen together with the memory. ``resumed``: the engine decodes in the room's memory, and says when it does no
-    more. ``scores`` are the rows of the prompt's log probabilities, where they are computed here.
+    ``sampling`` is the request's as the prefill node gets it. ``link`` is the prefill node that a router chose, or the
+    one that is asked again; else it is chosen together with the memory. ``resumed``: the engine decodes in the room's
+    memory, and says when it does no more. ``scores`` are the rows of the prompt's log probabilities, where they are
+    computed here.
 
-    A second attempt has the same ``generation``, ``avoids`` the prefill nodes of those before and says why they
-    ``failed_before``. Both write the same ``record``. ``expected`` is what its room waits for. This attempt began to
-    wait at ``enqueued_at``, in seconds of the node's clock.
+    ``offered`` are cached pages that the prompt begins with, pinned until its state is proved. ``keys`` are those of
+    the prompt's pages. ``expected`` is what its room waits for.
+
+    A second attempt has the same ``generation``, ``avoids`` the prefill nodes that failed, and says why the one before
+    ``failed_before``. Both write the same ``record``. This attempt began to wait at ``enqueued_at``, in seconds of the
+    node's clock.
     """
 
     key: RoomKey
@@ -55,7 +60,10 @@ class DecodeRequest:
     announced: Announced | None = None
     avoids: tuple[PrefillLink, ...] = ()
     failed_before: Failure | None = None
+    n_retries: int = 0
+    keys: PromptKeys | None = None
     placement: Placement | None = None
+    offered: tuple[CachedPage, ...] = ()
     room: DecodeRoom | None = None
     expected: Expected | None = None
     skipped: frozenset[Check] = frozenset()
@@ -63,8 +71,9 @@ class DecodeRequest:
     scores: bytearray = field(default_factory=bytearray)
 
     @property
-    def n_retries(self) -> int:
-        return len(self.avoids)
+    def had_damaged_prefix(self) -> bool:
+        """Whether the attempt before held pages here that were not the prefill node's."""
+        return self.failed_before is not None and self.failed_before.code == PREFIX_DAMAGED
 
     @property
     def is_committed(self) -> bool:
@@ -73,13 +82,18 @@ class DecodeRequest:
     def may_be_retried(self, failure: Failure) -> bool:
         """Whether ``failure`` is not the request's own fault, and somebody still waits for the answer.
 
-        A router tries another prefill node itself, with another room.
+        A router tries another prefill node itself, with another room, also after damage here: the damaged pages are
+        forgotten by then, and the prefill node has told its client of the failure already.
         """
         may_be = failure.kind.may_be_retried and self.request.routed is None
         return may_be and self.n_retries < MAX_RETRIES and not self.generation.ended
 
     def next_attempt(self, key: RoomKey, link: PrefillLink, failure: Failure, now: float) -> DecodeRequest:
-        """The same request once more, after ``failure`` with ``link``: ``key`` has a new epoch, memory is open."""
+        """The same request once more, after ``failure`` with ``link``: ``key`` has a new epoch, memory is open.
+
+        If only pages of this node were damaged, ``link`` is asked again.
+        """
+        is_here = failure.code == PREFIX_DAMAGED
         return DecodeRequest(
             key,
             self.request,
@@ -87,6 +101,9 @@ class DecodeRequest:
             self.generation,
             self.record,
             now,
-            avoids=(*self.avoids, link),
+            link=link if is_here else None,
+            avoids=self.avoids if is_here else (*self.avoids, link),
             failed_before=failure,
+            n_retries=self.n_retries + 1,
+            keys=self.keys,
         )
