@@ -80,8 +80,8 @@ def told(node: Node, content: Any, ids: list[int], cached_tokens: int, room: str
     until(lambda: record_of(node, room)["phase"] is None, ANSWER_S, f"room {room} is over")
     record = record_of(node, room)
     transfer = record["transfer"]
-    assert record["tokens"]["cached"] == cached_tokens
-    return Told(content, ids, cached_tokens, sum(transfer["nbytes"].values()), transfer["held_nbytes"])
+    assert record["tokens"]["reused"] == cached_tokens
+    return Told(content, ids, cached_tokens, sum(transfer["nbytes"].values()), sum(transfer["held_nbytes"].values()))
 
 
 def record_of(node: Node, room: str) -> dict[str, Any]:
