@@ -41,8 +41,8 @@ class RoomMemory:
             return False
         req.placement, req.offered = placement, offered
         self._owners.stamp(_with_offers(placement, offered), req.key.owner)
-        if offered:
-            self._hooks.offering(req.key, offered)
+        if offered and self._cache is not None:
+            self._hooks.offering(req.key, offered, self._cache)
         return True
 
     def _offer(self, req: DecodeRequest, n_tokens: int) -> tuple[CachedPage, ...]:

@@ -1,6 +1,7 @@
 """Hundreds of simulated lives of a pair: every room ends, no item has two owners, no unproved state is decoded.
 
-And no write of a room lands outside the memory that its registration reserved for it, however late messages come.
+No page of the cache is evicted, reused or written while a room reads it. And no write of a room lands outside the
+memory that its registration reserved for it, however late messages come.
 :data:`DEFECTS` are mistakes that the real managers do not make; with each of them the simulation fails.
 """
 
@@ -45,6 +46,8 @@ WEATHERS = {
     "clients go": Weather(abort=0.05, http_abort=0.05, half_lost=0.1),
     "aborts": Weather(loss=0.05, slow=0.2, abort=0.05),
     "bad transport": Weather(refused=0.1, unknown=0.1, bad_bytes=0.1, abort=0.02),
+    "bad cache": Weather(bad_cache=0.2),
+    "bad cache, aborts": Weather(bad_cache=0.1, loss=0.1, slow=0.1, abort=0.05, engine_fails=0.03, unknown=0.02),
     "lost verdicts": Weather(loss=0.5, unknown=0.4, abort=0.02),
     "bad engine": Weather(engine_fails=0.1, engine_hangs=0.1),
     "slow": Weather(hangs=0.1, slow_threads=0.1, slow=0.2),
@@ -66,6 +69,7 @@ WEATHERS = {
         engine_hangs=0.05,
         abort=0.03,
         bad_bytes=0.05,
+        bad_cache=0.03,
         prefill_crash=0.01,
         decode_crash=0.01,
         connection_lost=0.01,
@@ -146,6 +150,13 @@ MET = {
     *(f"deadline of {phase}" for phase in ("reserve", "pair", "queued", "prefill", "transfer", "commit")),
     "pd_control_frames_dropped stale",
     "pd_fences",
+    "hit",
+    "held",
+    *(f"{what} on {role}" for what in ("evicted_pages", "collisions", "a page rots") for role in ("prefill", "decode")),
+    "evicted_snapshots on prefill",
+    "a snapshot rots on prefill",
+    "pd_check_failures hit ",
+    "pd_retries prefix_damaged",
 }
 
 
