@@ -267,8 +267,11 @@ class Node:
         return (sample for family in text_string_to_metric_families(text) for sample in family.samples)
 
 
-_IN_USE = ("reserved", "committed", "quarantined", "shared")
-_MEMORY = [f"pd_{kind}{{state={state}}}" for kind in ("slots", "pages") for state in _IN_USE]
+_IN_USE = ("reserved", "committed", "quarantined")
+_MEMORY = [
+    *(f"pd_{kind}{{state={state}}}" for kind in ("slots", "pages") for state in _IN_USE),
+    "pd_pages{state=shared}",
+]
 
 
 def _labels(labels: dict[str, str]) -> str:

@@ -7,8 +7,7 @@ from functools import cached_property
 
 from server.cache.capacity import pages_for
 from server.cache.layout import ArenaLayout
-from server.cache.row_formats import AUTO, FP8, ITEMSIZE, MODEL, MXFP4
-from server.cache.snapshots import snapshot_nbytes
+from server.cache.row_formats import AUTO, FP8, MODEL, MXFP4
 from server.cache.specs import CacheGeometry
 from server.model.config import ModelConfig
 from server.model.state import state_components
@@ -79,6 +78,4 @@ class Paper:
 
     def snapshot_nbytes(self, rows: RowFormat) -> int:
         """Bytes of a snapshot, which a prefill node keeps beside the pages of a prefix."""
-        layout = ArenaLayout.from_geometry(self.geometry(rows))
-        streams = self.config.hc_mult * self.config.hidden_size * ITEMSIZE[self.dtype]
-        return snapshot_nbytes(layout, streams)
+        return snapshot_size(self.config, self.geometry(rows), self.dtype)

@@ -50,8 +50,8 @@ class Soak:
         self._expected: dict[int, asyncio.Task[Outcome]] = {}
         self._baselines: dict[tuple[str, int], Resources] = {}
         """What each life of a node had at its start."""
-        self._prefix: dict[tuple[str, int], dict[str, int]] = {}
-        """What the cache of each life has done so far."""
+        self._prefix: dict[tuple[str, int, str], float] = {}
+        """What the counters of each life's cache were at the last look."""
 
     async def run(self, progress: Progress, longest_s: float) -> None:
         """Plays the episodes in order; begins none after ``longest_s``."""
@@ -161,15 +161,15 @@ class Soak:
         ]
 
     def _count_prefixes(self, episode: Episode | None) -> None:
+        """Adds what the caches have done since the last look. Counters begin again with a life, or with a peer."""
         for node in self._nodes.subjects:
-            found = {what: int(sum(node.samples(name).values())) for what, name in PREFIX_COUNTS.items()}
-            before = self._prefix.get((node.name, node.lives), {})
-            if found["damaged"] > before.get("damaged", 0):
-                self._find(
-                    episode, None, f"{node.name} found {found['damaged']} damaged pages or snapshots in its cache"
-                )
-            self._prefix[node.name, node.lives] = found
-        self._report.prefix = {what: sum(each[what] for each in self._prefix.values()) for what in PREFIX_COUNTS}
+            for what, name in PREFIX_COUNTS.items():
+                now, before = sum(node.samples(name).values()), self._prefix.get((node.name, node.lives, what), 0.0)
+                new = int(now - before if now >= before else now)
+                self._prefix[node.name, node.lives, what] = now
+                self._report.prefix[what] = self._report.prefix.get(what, 0) + new
+                if what == "damaged" and new:
+                    self._find(episode, None, f"{node.name} found {new} damaged pages or snapshots in its cache")
 
     def _baseline(self, node: Node) -> Resources:
         return self._baselines[node.name, node.lives]

@@ -77,11 +77,6 @@ class NodeMetrics:
             ["reason"],
             registry=registry,
         )
-        self._reused = Counter(
-            "pd_prefix_reused_tokens",
-            "Tokens of prompts that were not computed, but found in the cache.",
-            registry=registry,
-        )
         self._prompt_logprobs = Counter(
             "pd_prompt_logprobs",
             "Log probabilities of prompt tokens, alternatives included, computed here or handed over to here.",
@@ -253,10 +248,6 @@ class NodeMetrics:
 
     def room_ended(self, outcome: str, reason: str) -> None:
         self._rooms.labels(outcome, reason).inc()
-
-    def reused(self, n_tokens: int) -> None:
-        """Tokens of a prompt that were not computed, but found in the cache."""
-        self._reused.inc(n_tokens)
 
     def retried(self, reason: str) -> None:
         self._retries.labels(reason).inc()
