@@ -12,11 +12,14 @@ from itertools import product
 import pytest
 import torch
 
+from server.cache.layout import Placement
+from server.engine.events import Cancel, Finished, Output, Prefill, PrefillFinished, Resume
+from server.engine.request import FinishReason, GenerationRequest, SamplingParams
 from server.engine.tokenizer import Tokenizer
 from server.model.interface import LoadedModel
 from server.model.numerics import NUMERICS
-from tests.engine.harness import Harness
-from tests.engine.prefixes import PAGE, Computed, Reusing
+from tests.engine.harness import Harness, tokens_of
+from tests.engine.prefixes import PAGE, Computed, Reusing, page_digests
 from tests.support.checkpoints import BUNDLED
 from tests.support.models import BOTH, load
 
@@ -160,3 +163,48 @@ def test_a_snapshot_is_the_same_however_the_prompt_is_cut_and_goes_on(chunk_toke
         node.keep(command, node.events(command))
         assert list(node.cache.snapshots) == expected
         assert len(node.cache) == 768 // PAGE
+
+
+@pytest.mark.parametrize("variant", [Variant(), Variant(drafts=False), Variant(dtype="bf16")], ids=str)
+def test_pages_that_decoding_completes_are_those_of_the_same_tokens_as_a_prompt(variant: Variant) -> None:
+    """Also where drafts were rejected across a page's end; of an answer that was given up, those until then."""
+    with reusing(variant, 64) as node:
+        command = node.command(BASE[:300], None, max_tokens=500)
+        answer = node.compute(command)
+        node.release(command.key)  # type: ignore[arg-type]
+        said = [token for output in answer.outputs for token in output.token_ids]
+        assert (*BASE[:300], *said)[: len(answer.tokens)] == answer.tokens
+        assert len(answer.tokens) >= 799, "of the last token of an answer no state is needed"
+        assert len(answer.pages) == 3
+        again = node.command(answer.tokens, None)
+        assert page_digests(node.events(again)) == answer.pages
+        node.release(again.key)  # type: ignore[arg-type]
+
+
+def test_an_answer_that_is_given_up_says_what_is_complete() -> None:
+    with reusing(Variant(), 64) as node:
+        command = node.command(BASE[:500], None, max_tokens=500)
+        done = node.events(command)[-1]
+        assert isinstance(done, PrefillFinished)
+        engine = node.harness.engine
+        engine.submit(Resume(command.key, command.request, command.placement, done.first, command.owner))
+        said: list[int] = []
+        while len(said) < 20:
+            said += tokens_of(node.harness.until(Output, command.key), command.key)
+        engine.submit(Cancel(command.key))
+        end = node.harness.until(Finished, command.key)[-1]
+        assert isinstance(end, Finished)
+        assert end.tokens[: 500 + len(said)] == (*BASE[:500], *said)
+        assert len(end.pages) == len(end.tokens) // PAGE - 1
+
+
+def test_an_engine_that_was_not_asked_to_digests_no_answers(model: LoadedModel, tokenizer: Tokenizer) -> None:
+    harness = Harness(model, tokenizer)
+    request = GenerationRequest("x", tuple(BASE[:250]), SamplingParams(max_tokens=20, ignore_eos=True))
+    where = Placement(1, (1, 2))
+    harness.engine.submit(Prefill("x", request, where, 1, 1))
+    done = harness.until(PrefillFinished, "x")[-1]
+    assert isinstance(done, PrefillFinished)
+    harness.engine.submit(Resume("x", request, where, done.first))
+    assert harness.until(Finished, "x")[-1] == Finished("x", FinishReason.LENGTH)
+    harness.engine.stop()
