@@ -405,6 +405,29 @@ async def test_an_attempt_after_damage_asks_another_node_if_its_own_is_gone(
     first = next(p for p, script in scripts if PAGES in script.offered)
     await pair.stop(first)
     route = await generation.route()
-    assert (route.prefill == f"127.0.0.1:{first.node.bootstrap_port}", route.n_retries) == (False, 1)
+    assert route.prefill != f"127.0.0.1:{first.node.bootstrap_port}"
     assert [token async for output in generation for token in output.token_ids] == expected(follow_up(request(LONG)))
     assert d.engine.wrong_bytes == []
+
+
+async def test_turns_of_a_chat_send_only_what_is_new(pair: Pair) -> None:
+    """Both nodes are real: P computes on from its cache, compares what is offered, and sends the rest."""
+    p = await pair.prefill(reuse=True)
+    d = await pair.decode(p, geometry=make_geometry(extra_rows=2, slots=4, pages=30), reuse=True)
+    layout, asked, n_before = d.arena.layout, request(300, max_tokens=60), 0
+    for _turn in range(8):
+        tokens, route = await routed(d, asked)
+        assert tokens == expected(asked)
+        n = len(asked.prompt_ids)
+        n_held = n_before // PAGE_SIZE
+        total = sum(layout.live_nbytes(n).values())
+        assert sum(route.transfer_bytes.values()) == total - n_held * layout.page_nbytes
+        await until(lambda: is_over(d) and is_over(p))
+        record = d.node.manager.records.find(route.room)
+        assert record is not None
+        assert record.tokens.reused == route.cached_tokens
+        n_before = n + len(tokens) - 1
+        asked = follow_up(asked, n_more=200, max_tokens=60)
+    assert route.cached_tokens >= PAGE_SIZE
+    assert d.engine.wrong_bytes == p.engine.wrong_bytes == []
+    assert d.metric("pd_check_failures_total", check="digest", component="c4_kv") == 0
