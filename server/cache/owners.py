@@ -53,8 +53,9 @@ class OwnerStamps:
         self._layout = layout
         self._stamps: dict[tuple[Scope, int], Owner] = {}
         self._readers: dict[int, Counter[Owner]] = {}
-        """Of each page that is the cache's, or was it when they began to read. Two rooms may have one name here: those of
-        two decode nodes."""
+        """Of each page that is the cache's, or was it when they began to read. Two rooms may have one name here: those
+        of two decode nodes.
+        """
         self._unshared: set[int] = set()
         """Pages with readers that are the cache's no more."""
 

@@ -236,8 +236,8 @@ class PrefillRoom:
         self._engine_busy = False
         if self.phase is not PrefillPhase.PREFILL:
             return self._settle(now)
+        self._n_chunks += self._n_computed < self.n_tokens
         self._computed, self._n_computed = computed, self.n_tokens
-        self._n_chunks += 1
         self._enter(PrefillPhase.TRANSFER, now)
         self._reported = now - self._progress_s  # due at the next tick: most transfers are over by then
         return [PushTail()]

@@ -281,13 +281,25 @@ class PrefillRoomManager:
         """
         for req in list(self.queue):
             if req.room.phase is PrefillPhase.QUEUED:
-                if self._memory.waits(req, self._under_way()):
+                others = self._under_way()
+                if self._memory.waits(req, others):
                     continue
-                if not self._memory.grant(req, self._under_way()):
+                if not self._grant(req, others):
                     return
-                self._start(req)
             if req in self.queue:
                 self.queue.remove(req)
+            if req.placement is not None and req.room.phase is PrefillPhase.QUEUED:
+                self._start(req)
+
+    def _grant(self, req: PrefillRequest, others: list[PrefillRequest]) -> bool:
+        """Whether the room needs no more memory: it has some, or has failed."""
+        try:
+            return self._memory.grant(req, others)
+        except Exception as error:
+            log.exception("%s got no memory", req.key)
+            self._memory.give_back(req)
+            self.step(req, GivenUp(internal_error("prefill", error)))
+            return True
 
     def _under_way(self) -> list[PrefillRequest]:
         """Rooms of which the prompt is to be computed, or is being computed."""

@@ -115,7 +115,7 @@ class FakeEngine(threading.Thread):
         self.on_event: Callable[[Event], None] = lambda event: None
         self.gate = threading.Event()
         self.gate.set()
-        self.fail_next = False
+        self.fail_next = self.fail_answers = False
         self.prefilled: list[Hashable] = []
         self.wrong_bytes: list[str] = []
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -159,7 +159,11 @@ class FakeEngine(threading.Thread):
         for command in self._todo[:1]:
             self.compute(command)
         for key in list(self._answers):
-            self._emit(key)
+            if self.fail_answers:
+                del self._answers[key]
+                self.on_event(ComputeFailed(key, Failure("engine_error", "the fake engine was told to fail")))
+            else:
+                self._emit(key)
 
     def _cancel(self, key: Hashable) -> None:
         if key in self._answers:

@@ -14,6 +14,7 @@ from server.engine.request import SamplingParams
 from server.faults.hooks import Sending
 from server.prefill.decode_peer import DecodePeer
 from server.prefill.request import PAGES_PLANNED_AHEAD, Outgoing, read_request
+from server.transfer.checks import Check
 from server.transfer.frames import decode, encode, pack_tokens
 from server.transfer.plan import CopyPlan
 from server.transfer.protocol import Registration, Reserve, RoomRequest, Sampling
@@ -39,16 +40,16 @@ class NoSocket:
         return True
 
 
-def reserve_for(n: int, sampling: Sampling = SAMPLING) -> Reserve:
+def reserve_for(n: int, sampling: Sampling = SAMPLING, offered: bytes = b"") -> Reserve:
     pages = tuple(range(1, 1 + -(-n // PAGE_SIZE)))
     asked = RoomRequest("r", pack_tokens(range(n)), sampling)
-    return Reserve("a" * 32, MANIFEST.incarnation, 1, 5, 1, 1, pages, LAYOUT.names, asked, 1.0)
+    return Reserve("a" * 32, MANIFEST.incarnation, 1, 5, 1, 1, pages, LAYOUT.names, asked, 1.0, None, offered)
 
 
-def outgoing(n: int) -> Outgoing:
-    reserve = reserve_for(n)
+def outgoing(n: int, offered: bytes = b"", skipped: frozenset[Check] = frozenset()) -> Outgoing:
+    reserve = reserve_for(n, offered=offered)
     peer = DecodePeer(Registration("p", MANIFEST.incarnation, 1), MANIFEST, b"D", Heartbeat(1.0, 0.0), NoSocket())
-    return Outgoing(ARENA, Sending(Placement(2, reserve.pages)), peer, reserve, n)
+    return Outgoing(ARENA, Sending(Placement(2, reserve.pages), skipped=skipped), peer, reserve, n)
 
 
 def test_every_sampling_parameter_arrives() -> None:
