@@ -75,3 +75,7 @@ class Paper:
         """Bytes that are sent for a prompt of ``n_tokens``."""
         layout = ArenaLayout.from_geometry(self.geometry(rows))
         return sum(layout.live_nbytes(n_tokens).values())
+
+    def snapshot_nbytes(self, rows: RowFormat) -> int:
+        """Bytes of a snapshot, which a prefill node keeps beside the pages of a prefix."""
+        return snapshot_size(self.config, self.geometry(rows), self.dtype)

@@ -81,6 +81,7 @@ class NodeResources:
             threads=self.options.threads,
             spec_tokens=self.settings.spec_tokens,
             cold_draft=cold_draft,
+            digest_pages=self.context.prefix_cache is not None,
             sample_kernel=self.sample_kernel,
         )
 
