@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from itertools import product
 
@@ -106,6 +106,12 @@ def as_a_whole(variant: Variant, cells: tuple[tuple[int, int], ...]) -> dict[tup
     return found
 
 
+def differences(a: Computed, b: Computed) -> list[str]:
+    """What is not the same to the last bit, by name."""
+    names = [field.name for field in fields(Computed) if getattr(a, field.name) != getattr(b, field.name)]
+    return [*names, *(name for name in b.live if a.live[name] != b.live[name])]
+
+
 def check(variant: Variant, chunk_tokens: int, cells: tuple[tuple[int, int], ...]) -> None:
     expected = as_a_whole(variant, cells)
     with reusing(variant, chunk_tokens) as node:
@@ -117,22 +123,26 @@ def check(variant: Variant, chunk_tokens: int, cells: tuple[tuple[int, int], ...
             hit = node.hit(ids)
             assert (hit.n if hit else 0) == max((n for n in SNAPSHOTS if n <= boundary and n < len(ids)), default=0)
             command = node.command(ids, hit)
-            assert node.compute(command) == expected[cell], f"{boundary} + {suffix}"
+            assert differences(node.compute(command), expected[cell]) == [], f"{boundary} + {suffix}"
             node.release(command.key)  # type: ignore[arg-type]
 
 
 CELLS = tuple(product(BOUNDARIES, SUFFIXES))
 
 
-def tenth(variant: Variant) -> tuple[tuple[int, int], ...]:
-    """Another one for each variant; together they have every boundary and every suffix."""
-    return CELLS[VARIANTS.index(variant) :: 10]
+def tenth(variant: Variant, chunk_tokens: int) -> tuple[tuple[int, int], ...]:
+    """Another one for each variant; together they have every boundary and every suffix. What takes hundreds of steps in
+    Python is left to the whole grid.
+    """
+    is_slow = variant.kernels == "python" and chunk_tokens < 64
+    cells = [cell for cell in CELLS if not is_slow or cell[0] <= 512]
+    return tuple(cells[VARIANTS.index(variant) :: 10])
 
 
 @pytest.mark.parametrize("chunk_tokens", [7, 64, 256])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_a_prompt_computed_from_a_snapshot_is_the_whole_one(variant: Variant, chunk_tokens: int) -> None:
-    check(variant, chunk_tokens, tenth(variant))
+    check(variant, chunk_tokens, tenth(variant, chunk_tokens))
 
 
 @pytest.mark.full
