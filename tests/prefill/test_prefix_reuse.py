@@ -86,6 +86,9 @@ async def test_pages_of_a_room_that_is_aborted_are_kept_as_far_as_they_were_comp
     prefills.abort(first)
     prefills.event(Finished(first, FinishReason.ABORT))
     prefills.scrubbed()
+    assert prefills.counts() == {"free": 12, "shared": 2, "reserved": 2}, "they are still being sent"
+    prefills.applied()
+    prefills.scrubbed()
     assert prefills.counts() == {"free": 14, "cached": 2}
     assert [point.n // PAGE_SIZE for point in prefills.command(prefills.reserve("abx.")).snapshots_at] == [2, 3]
 
