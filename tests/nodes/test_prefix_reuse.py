@@ -11,7 +11,7 @@ import pytest
 
 from server.cache.digest import PageRanges, StateParts
 from server.cache.layout import Placement, Run
-from server.cache.prefix import CachedPage
+from server.cache.prefix import CachedPage, PrefixCache
 from server.engine.events import Event, PrefillFinished
 from server.engine.request import FinishReason, GenerationRequest, RoutedRoom, RouteInfo
 from server.failure import RequestFailed
@@ -225,7 +225,7 @@ async def test_damage_in_a_held_page_is_forgotten_and_the_same_node_is_asked_aga
     await answer(d.node, request(LONG))
     await until(lambda: is_over(d))
 
-    def offering(_key: Hashable, pages: Sequence[CachedPage]) -> None:
+    def offering(_key: Hashable, pages: Sequence[CachedPage], _cache: PrefixCache) -> None:
         flip(d, pages[damaged].page)
 
     with monkeypatch.context() as patched:
@@ -343,8 +343,8 @@ async def test_a_page_given_up_between_offer_and_commit_is_still_read_and_free_a
     await answer(d.node, request(LONG))
     await until(lambda: is_over(d))
 
-    def offering(_key: Hashable, _pages: Sequence[CachedPage]) -> None:
-        d.parts.prefix_cache.flush()
+    def offering(_key: Hashable, _pages: Sequence[CachedPage], cache: PrefixCache) -> None:
+        cache.flush()
 
     with monkeypatch.context() as patched:
         patched.setattr(d.parts.hooks, "offering", offering)
@@ -454,3 +454,21 @@ async def test_after_damage_here_the_prefill_node_is_not_to_blame(pair: Pair, mo
     with pytest.raises(RequestFailed):
         await answer(d.node, follow_up(request(LONG)))
     assert [script.offered[-1] for script in scripts] == [0, 0]
+
+
+async def test_a_request_that_cannot_be_granted_memory_fails_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, d, _ = await start(pair, monkeypatch)
+    await answer(d.node, request(LONG))
+    await until(lambda: is_over(d))
+
+    def offering(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(d.parts.hooks, "offering", offering)
+        with pytest.raises(RequestFailed, match="broken on purpose") as caught:
+            await answer(d.node, follow_up(request(LONG)))
+    assert caught.value.code == "internal_error"
+    assert is_over(d)
+    assert cached(d) == PAGES
+    assert await answer(d.node, follow_up(request(LONG))) == expected(follow_up(request(LONG)))
