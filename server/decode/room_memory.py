@@ -32,19 +32,19 @@ class RoomMemory:
         self._hooks = context.hooks
         self._cache = None if is_local else context.prefix_cache
 
-    def grant(self, req: DecodeRequest, n_tokens: int) -> bool:
+    def grant(self, req: DecodeRequest, n_tokens: int) -> Placement | None:
         """Gives ``req`` a slot and pages for ``n_tokens``, stamped as its own, and pins the cached pages that are
-        offered for it; False if they are not free now.
+        offered for it; None if they are not free now.
         """
         offered = self._offer(req, n_tokens)
         placement = self._allocator.reserve(req.key, n_tokens, pinned=[cached.page for cached in offered])
         if placement is None:
-            return False
+            return None
         req.placement, req.offered = placement, offered
         self._owners.stamp(_with_offers(placement, offered), req.key.owner)
         if offered and self._cache is not None:
             self._hooks.offering(req.key, offered, self._cache)
-        return True
+        return placement
 
     def _offer(self, req: DecodeRequest, n_tokens: int) -> tuple[CachedPage, ...]:
         """The longest cached chain that the prompt begins with, as far as the pools have room for it beside the
