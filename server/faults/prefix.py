@@ -16,8 +16,8 @@ from server.faults.spec import Fault, FaultKind
 
 log = logging.getLogger(__name__)
 
-_BIT = 0x40
-"""Of a row's last byte: a bit of the exponent, in every format that rows have."""
+_BIT = 0x01
+"""Of a row's last byte: a low bit of the exponent in every format that rows have, so that numbers stay finite."""
 
 
 @dataclass
