@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYOUT = ROOT / "docs" / "layout.md"
 FOLDERS = ("server", "scripts", "tests", "docs", "docker")
 NOT_OURS = {
-    *("--pd-disaggregation", "--decode", "--prometheus-host", "--cb-timeout-duration-secs"),  # the routers'
+    *("--pd-disaggregation", "--decode", "--policy", "--prometheus-host", "--cb-timeout-duration-secs"),  # the routers'
     *("--from-file", "--build", "--build-arg"),  # of kubectl and docker
 }
 """Options of other programs."""

@@ -45,6 +45,7 @@ ROWS = (
     Row("handoff", "tokens", "tokens", "hand-off", ("hand-off / raw write",)),
     Row("itl", "figure", "", "PD", ("PD / local",)),
     Row("growth", "tokens", "tokens", "PD", ("PD / local",)),
+    Row("prefix", "figure", "", "cache", ("cache / off",)),
     Row("startup", "", "", "PD", ()),
 )
 TITLES = {
@@ -55,6 +56,7 @@ TITLES = {
     "handoff": "hand-off",
     "itl": "inter-token latency while long prompts arrive, PD",
     "growth": "time to the first token, growth, PD",
+    "prefix": "prefix reuse",
     "startup": "start-up of a pair, command to ready",
 }
 

@@ -10,6 +10,8 @@ Parts, all of them if none is named:
   itl          gaps between tokens of 8 streams while 4k prompts keep arriving, PD and local on the same two cores
   growth       time to the first token, bytes and step time from 512 to 32k tokens
   speculation  time per output token with k = 0 .. 3 draft tokens
+  prefix       a pair that keeps prefixes against one that does not: a long shared prefix, turn 10 of a chat, and
+               nothing shared at all
   startup      from a node's command to ready
 
 Starts its own servers on free ports and ends them. What is too slow to be measured in --seconds is measured less often,
@@ -44,6 +46,7 @@ from .in_process import measure_decode, measure_prefill
 from .itl import measure_itl
 from .measurement import BenchFailed, Measurement, write_json
 from .over_http import measure_growth, measure_http, measure_ttft
+from .prefix import measure_prefix
 from .report import print_table, setting_of, summary
 from .servers import build_kernels
 from .session import QUICK, Prompts, Session, Sizes
@@ -61,6 +64,7 @@ PARTS: dict[str, Callable[[Session], Iterator[Measurement]]] = {
     "itl": measure_itl,
     "growth": measure_growth,
     "speculation": measure_speculation,
+    "prefix": measure_prefix,
     "startup": measure_startup,
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 
 Prompt = tuple[int, ...]
 """Token ids."""
+CONFIDENCE = 0.95
 VERSION = 2
 """Of the JSON report."""
 
@@ -74,6 +75,19 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
+def n_beyond(n_values: int) -> int:
+    """The largest k for which the k-th smallest and the k-th largest of so many values have their true median between
+    them with a probability of at least 95 % (as of that many tosses of a coin fewer than k show the same side); or 0.
+    """
+    tail = 0
+    for k in range(n_values // 2):
+        tosses = math.comb(n_values, k)
+        if (tail + tosses) / 2**n_values > (1 - CONFIDENCE) / 2:
+            return k
+        tail += tosses
+    return 0
+
+
 @dataclass
 class Measurement:
     """One quantity in several variants, measured in turn. ``part`` and ``size`` say what it is of.
@@ -101,6 +115,17 @@ class Measurement:
     def ratio(self, numerator: str, denominator: str) -> float:
         return self.median(numerator) / self.median(denominator)
 
+    def interval(self, numerator: str, denominator: str) -> tuple[float, float] | None:
+        """Between which two the median of the rounds' own ratios lies, with a probability of at least 95 %, whatever
+        their distribution is. None for fewer than six rounds, or other numbers of rounds of each.
+        """
+        pair = self.values[numerator], self.values[denominator]
+        if len(pair[0]) != len(pair[1]):
+            return None
+        ratios = sorted(a / b for a, b in zip(*pair, strict=True))
+        n_outside = n_beyond(len(ratios))
+        return (ratios[n_outside - 1], ratios[-n_outside]) if n_outside else None
+
     def both(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """Those of ``pairs`` that were measured."""
         return [pair for pair in pairs if all(name in self.values for name in pair)]
@@ -116,6 +141,7 @@ class Measurement:
                 for name, values in self.values.items()
             },
             "ratios": {f"{a} / {b}": self.ratio(a, b) for a, b in self.both(self.ratios)},
+            "intervals": {f"{a} / {b}": self.interval(a, b) for a, b in self.both(self.ratios)},
             "differences": {f"{a} - {b}": self.median(a) - self.median(b) for a, b in self.both(self.differences)},
             "notes": self.notes,
             "details": self.details,

@@ -63,7 +63,9 @@ def _version_of(*names: str) -> str:
 
 
 def print_table(console: Console, measurements: Sequence[Measurement], setting: dict[str, Any]) -> None:
-    """Medians with their spread, then the ratios and differences of medians, then what was not measured."""
+    """Medians with their spread, then the ratios of medians (with the 95 % interval of the rounds' ratios) and their
+    differences, then what was not measured.
+    """
     values = Table("measurement", "variant", "median", "min", "max", "n", "unit", title="values")
     ratios = Table("measurement", "of medians", "", title="ratios and differences")
     for table, columns in ((values, (2, 3, 4, 5)), (ratios, (2,))):
@@ -74,7 +76,7 @@ def print_table(console: Console, measurements: Sequence[Measurement], setting: 
             spread = (median(found), min(found), max(found))
             values.add_row(m.name, name, *map(shown, spread), str(len(found)), m.unit)
         for a, b in m.both(m.ratios):
-            ratios.add_row(m.name, f"{a} / {b}", f"{m.ratio(a, b):.3f}")
+            ratios.add_row(m.name, f"{a} / {b}", _ratio(m, a, b))
         for a, b in m.both(m.differences):
             ratios.add_row(m.name, f"{a} - {b}", f"{m.median(a) - m.median(b):.2f} {m.unit}")
     console.print(values)
@@ -93,8 +95,14 @@ def print_table(console: Console, measurements: Sequence[Measurement], setting: 
 def summary(m: Measurement) -> str:
     """One line, while the run goes on."""
     medians = [f"{name} {shown(median(found))}" for name, found in m.values.items()]
-    ratios = [f"{a} / {b} {m.ratio(a, b):.3f}" for a, b in m.both(m.ratios)]
+    ratios = [f"{a} / {b} {_ratio(m, a, b)}" for a, b in m.both(m.ratios)]
     return f"{m.name}, {m.unit}: {', '.join(medians)}; {', '.join(ratios)}"
+
+
+def _ratio(m: Measurement, a: str, b: str) -> str:
+    """With its interval, if there are enough rounds."""
+    interval = m.interval(a, b)
+    return f"{m.ratio(a, b):.3f}" + (f" ({interval[0]:.3f} .. {interval[1]:.3f})" if interval else "")
 
 
 def shown(value: float) -> str:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import LOGS, Cluster, Node, until
+from cluster import LOGS, ROOT, Cluster, Node, until
 
 from .client import ttft_s
 from .measurement import BenchFailed, Prompt
@@ -21,6 +21,8 @@ COUNTED_TIMEOUT_S = 30.0
 PD, LOCAL, BASELINE = "PD", "local", ", baseline"
 PAGES, SLOTS = 1200, 64
 CORES = 2
+OPTIONS = Path("server", "node", "options.py")
+"""Where a checkout has its options."""
 HAND_OFF_PHASES = ("digest", "transfer", "commit")
 """Of ``pd_phase_seconds``: from the end of a prompt's last forward until the decode node has committed its state."""
 
@@ -107,6 +109,16 @@ def build_kernels(baseline: Path) -> None:
         raise BenchFailed(f"the kernels of --baseline cannot be built: {done.stderr.strip()}")
 
 
+def without_prefixes(baseline: Path | None) -> tuple[str, ...]:
+    """The option that keeps nothing of a prompt: the parts ask the same ones again and again, and measure how they are
+    computed. None for a checkout that never keeps anything.
+    """
+    if baseline is not None and not (baseline / OPTIONS).is_file():
+        return ()
+    keeps = "--prefix-cache" in ((baseline or ROOT) / OPTIONS).read_text(encoding="utf-8")
+    return ("--prefix-cache", "off") if keeps else ()
+
+
 def prefill_node(name: str, options: Sequence[str], baseline: Path | None = None) -> Node:
     return Node("prefill", LOGS / f"bench-{name}-prefill.log", *options, program=program("prefill", baseline))
 
@@ -118,7 +130,9 @@ def decode_node(name: str, prefill: Node | None, options: Sequence[str], baselin
     return Node("decode", log, *source, *options, name=f"{name} decode", program=program("decode", baseline))
 
 
-def a_pair(name: str, options: Sequence[str], baseline: Path | None = None) -> Server:
+def a_pair(name: str, options: Sequence[str], baseline: Path | None = None, *, keeps_prefixes: bool = False) -> Server:
+    if not keeps_prefixes:
+        options = (*options, *without_prefixes(baseline))
     prefill = prefill_node(name, options, baseline)
     return Server(decode_node(name, prefill, options, baseline), prefill)
 

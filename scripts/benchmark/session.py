@@ -54,6 +54,14 @@ class Sizes:
     itl_window_s: float = 4.0
     questions: int = 24
     most_drafts: int = 3
+    shared_prefix: int = 4096
+    suffix: int = 64
+    chat_turns: int = 10
+    chat_question: int = 256
+    chat_answer: int = 128
+    fresh_prompt: int = 2048
+    fresh_answers: int = 512
+    overhead_rounds: int = 20
 
 
 QUICK = Sizes(
@@ -75,6 +83,11 @@ QUICK = Sizes(
     itl_window_s=0.3,
     questions=8,
     most_drafts=1,
+    shared_prefix=512,
+    chat_turns=3,
+    fresh_prompt=300,
+    fresh_answers=64,
+    overhead_rounds=1,
 )
 
 

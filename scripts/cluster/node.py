@@ -258,7 +258,7 @@ class Node:
         return [f"{self.name}: {name} is {metrics[name]:g}" for name in names if metrics[name]]
 
     def all_free(self) -> bool:
-        """Whether every slot and page is free."""
+        """Whether no request has a slot or page: all are free, or pages of the cache that nobody reads."""
         metrics = self.metrics()
         return not any(metrics[name] for name in _MEMORY)
 
@@ -268,7 +268,10 @@ class Node:
 
 
 _IN_USE = ("reserved", "committed", "quarantined")
-_MEMORY = [f"pd_{kind}{{state={state}}}" for kind in ("slots", "pages") for state in _IN_USE]
+_MEMORY = [
+    *(f"pd_{kind}{{state={state}}}" for kind in ("slots", "pages") for state in _IN_USE),
+    "pd_pages{state=shared}",
+]
 
 
 def _labels(labels: dict[str, str]) -> str:

@@ -1,8 +1,9 @@
 """Which check notices which lost state: every component, damaged in every way and place, in one pair of processes.
 
 First with every check on: each request must fail, and name the component. Then with each single check off in turn:
-which other one notices, or none. With ``--write`` the tables go between their markers in docs/failures.md. Exit code 1
-if a damage was not noticed by its component's name while every check was on.
+which other one notices, or none. The same of what is cached (:mod:`prefix_matrix`), where a request need not fail: what
+is damaged is computed or sent again. With ``--write`` the tables go between their markers in docs/failures.md. Exit
+code 1 if, while every check was on, a damage was not noticed by its component's name, or changed what a client got.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from cluster.tool import FAILURES, Section, exit_code
 from rich.console import Console
 from rich.progress import track
 
+from fault_cases import prefix_matrix
 from server.cache.live import LIVE_RULES
 from server.faults.spec import CLAIMS, STATE, FaultKind, Place
 from server.transfer.checks import Check
@@ -195,7 +197,7 @@ def report(matrix: Matrix, components: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints both tables."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -205,22 +207,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--off", nargs="*", choices=list(Check), default=list(Check), help="checks to switch off in turn"
     )
+    parser.add_argument("--only", choices=("sent", "cached"), help="damage to what is sent, or to what is cached")
     parser.add_argument("--write", action="store_true", help=f"put the tables into {FAILURES.relative_to(ROOT)}")
     args = parser.parse_args(argv)
     return exit_code("matrix", lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints and perhaps writes both tables; the exit code."""
-    wanted = cases(args.components, args.damages, args.places)
+    """Measures, prints and perhaps writes the tables; the exit code."""
     options = ["--log-level", "error", "--permute-ids", "1"]
     with Pair(LOGS, options, [*options, "--spec-tokens", "3"], prefix="matrix-", faulty=True).running() as pair:
-        matrix = asyncio.run(measure(pair, wanted, [Check(off) for off in args.off], Console(stderr=True)))
-    text = report(matrix, args.components)
-    print(text)
-    if args.write:
-        DETECTORS.write(text)
+        parts = [part for part in (_sent, _cached) if args.only in (None, part.__name__.strip("_"))]
+        unnoticed = [line for part in parts for line in part(pair, args)]
+    for line in unnoticed:
+        print(f"matrix: {line}", file=sys.stderr)
+    return 1 if unnoticed else 0
+
+
+def _sent(pair: Pair, args: argparse.Namespace) -> list[str]:
+    """Damage to what is sent: what was not noticed by name, in words."""
+    wanted = cases(args.components, args.damages, args.places)
+    matrix = asyncio.run(measure(pair, wanted, [Check(off) for off in args.off], Console(stderr=True)))
+    _show(report(matrix, args.components), DETECTORS if args.write else None)
     green = [case for case in wanted if matrix.with_all[case] not in list(Check)]
-    for case in green:
-        print(f"matrix: {case.fault} was not noticed by name: {matrix.with_all[case]}", file=sys.stderr)
-    return 1 if green else 0
+    return [f"{case.fault} was not noticed by name: {matrix.with_all[case]}" for case in green]
+
+
+def _cached(pair: Pair, args: argparse.Namespace) -> list[str]:
+    """Damage to what is cached: what harmed a client, in words."""
+    matrix = prefix_matrix.measured(pair, [Check(off) for off in args.off], Console(stderr=True))
+    _show(prefix_matrix.report(matrix), prefix_matrix.PREFIXES if args.write else None)
+    return [f"{case.fault} on {case.node}: the answer is {matrix.seen[(), case].answer}" for case in matrix.harmful]
+
+
+def _show(text: str, section: Section | None) -> None:
+    print(text)
+    if section is not None:
+        section.write(text)

@@ -129,10 +129,11 @@ def _weights(paper: Paper) -> Table:
 
 
 def _nodes(paper: Paper) -> Table:
-    table = _table("rows", "page", "slot", "pools", "node, dequantized", "node, packed")
+    table = _table("rows", "page", "slot", "snapshot", "pools", "node, dequantized", "node, packed")
     for rows in ROW_FORMATS:
         whole, packed = paper.node(rows), paper.node(rows, packed=True)
-        items = (f"{whole.page_nbytes:,} B", f"{whole.slot_nbytes:,} B")
+        sizes = (whole.page_nbytes, whole.slot_nbytes, paper.snapshot_nbytes(rows))
+        items = (f"{each:,} B" for each in sizes)
         table.add_row(rows.name, *items, size(whole.pools), size(whole.total), size(packed.total))
     return table
 

@@ -12,7 +12,7 @@ from server.cache.specs import CacheGeometry
 from server.model.config import ModelConfig
 from server.model.state import state_components
 from server.model.weight_sizes import WeightSizes, weight_sizes
-from server.node.memory_plan import MemoryPlan
+from server.node.memory_plan import MemoryPlan, default_snapshots, snapshot_size
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,10 @@ class Paper:
         )
 
     def node(self, rows: RowFormat, *, packed: bool = False) -> MemoryPlan:
-        """What the node's memory is used for."""
-        context = min(self.context, self.config.max_position_embeddings)
-        return MemoryPlan(self._packed if packed else self._dequantized, self.geometry(rows), context)
+        """What a prefill node's memory is used for: one on the CPU, as to snapshots of prefixes."""
+        context, geometry = min(self.context, self.config.max_position_embeddings), self.geometry(rows)
+        snapshots = default_snapshots(geometry, snapshot_size(self.config, geometry, self.dtype))
+        return MemoryPlan(self._packed if packed else self._dequantized, geometry, context, snapshots)
 
     @cached_property
     def _dequantized(self) -> WeightSizes:
@@ -74,3 +75,7 @@ class Paper:
         """Bytes that are sent for a prompt of ``n_tokens``."""
         layout = ArenaLayout.from_geometry(self.geometry(rows))
         return sum(layout.live_nbytes(n_tokens).values())
+
+    def snapshot_nbytes(self, rows: RowFormat) -> int:
+        """Bytes of a snapshot, which a prefill node keeps beside the pages of a prefix."""
+        return snapshot_size(self.config, self.geometry(rows), self.dtype)

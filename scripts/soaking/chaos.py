@@ -56,6 +56,9 @@ async def disturb(event: Event, nodes: OracleCluster) -> str | None:
             node.arm(*_message_faults(PREFILL if node in nodes.prefills else DECODE, rng))
         case Kind.FLOOD:
             return await _flood(nodes)
+        case Kind.FLUSH:
+            flushed = await asyncio.to_thread(node.http.post, "/flush_cache")
+            return None if flushed.is_success else f"{node.name} answered {flushed.status_code} to /flush_cache"
         case kind if kind in HOSTILE:
             seconds = rng.uniform(1.0, EPISODE_S)
             treated = await asyncio.to_thread(http_clients.run, HOSTILE[kind], node.url, event.seed, seconds)

@@ -6,6 +6,10 @@ from cluster.asking import End, Outcome, Question
 
 from soaking.plan import HARMLESS, Event, Kind
 
+NEVER = frozenset(
+    {"internal_error", "engine_error", "engine_died", "component_mismatch", "prefix_damaged", "shared_page"}
+)
+"""Codes that no disturbance explains: nothing here damages what a node keeps."""
 REFUSALS = frozenset({429, 502, 503, 504})
 """With these a right request may be turned away while a disturbance lasts."""
 
@@ -14,7 +18,7 @@ def judge(question: Question, outcome: Outcome, expected: Outcome, event: Event)
     """What is wrong with ``outcome`` beside ``event``, given the answer of one process; None if nothing is."""
     if outcome.end is End.HUNG:
         return f"no answer and no refusal within {outcome.seconds:.1f} s"
-    if outcome.error.get("code") in ("internal_error", "engine_error", "engine_died", "component_mismatch"):
+    if outcome.error.get("code") in NEVER:
         return f"an error that no disturbance explains: {outcome}"
     if (gap := _difference(outcome, expected)) is not None:
         return gap

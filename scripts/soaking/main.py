@@ -19,7 +19,7 @@ from pathlib import Path
 from cluster.tool import exit_code, log_folder
 from rich.console import Console
 
-from soaking.plan import ROOMS_PER_EPISODE, make_plan
+from soaking.plan import N_PREFIXES, ROOMS_PER_EPISODE, make_plan
 from soaking.run import soak
 
 
@@ -42,6 +42,13 @@ def main(argv: list[str] | None = None) -> int:
         help=f"clients beside one disturbance, on average ({ROOMS_PER_EPISODE}; at most 64)",
     )
     parser.add_argument(
+        "--prefixes",
+        type=int,
+        default=N_PREFIXES,
+        metavar="N",
+        help=f"beginnings that half of the prompts share ({N_PREFIXES}; 0: every prompt is different from its start)",
+    )
+    parser.add_argument(
         "--client-timeout", type=float, default=60.0, metavar="S", help="a client's deadline, seconds (60)"
     )
     parser.add_argument(
@@ -59,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace, logs: Path) -> int:
     """Soaks, and prints what was found; the exit code."""
     sizes = {"prefill_nodes": args.prefill_nodes, "rooms_per_episode": args.rooms_per_episode}
-    plan = make_plan(args.seed, args.rooms, **sizes)
+    plan = make_plan(args.seed, args.rooms, n_prefixes=args.prefixes, **sizes)
     console = Console(stderr=True)
     report = asyncio.run(soak(plan, logs, console, args.client_timeout, longest_s=60 * args.minutes))
     if args.output:

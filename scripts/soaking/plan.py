@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ EDGES = (
     1, 3, 4, 5, 18, 63, 64, 65, 127, 128, 129, 255, 256, 257, 383, 384, 511, 512, 513, 1025,
 )  # fmt: skip
 """Prompt lengths at which a group, a window or a page begins or ends."""
+N_PREFIXES = 8
+"""Beginnings that many prompts share, so that nodes find them in their caches."""
 ROOMS_PER_EPISODE = 8
 """On average; by up to three eighths more or fewer."""
 EPISODE_S = 2.0
@@ -61,6 +63,8 @@ class Kind(enum.StrEnum):
     """The five kinds of hostile clients, all at one node's HTTP port."""
     LATE_MESSAGES = "late_messages"
     """Control messages are held back until their registration is over, and come in the next one."""
+    FLUSH = "flush"
+    """A node forgets all prefixes that it keeps, while rooms read them."""
 
 
 HOSTILE = {
@@ -81,6 +85,7 @@ HARMLESS = frozenset(
         Kind.VANISHING_PEER,
         Kind.SILENT_PEER,
         Kind.LOST_MESSAGES,
+        Kind.FLUSH,
         *HOSTILE,
     }
 )
@@ -154,12 +159,14 @@ def make_plan(
     *,
     prefill_nodes: int = 1,
     rooms_per_episode: int = ROOMS_PER_EPISODE,
+    n_prefixes: int = N_PREFIXES,
     max_context: int = 8192,
 ) -> Plan:
     """A run of exactly ``n_rooms`` clients. ``max_context`` is the servers', in tokens."""
     spread = rooms_per_episode * 3 // 8
     rng = random.Random(f"soak {seed}")
-    questions = tuple(_questions(rng, max(24, n_rooms // 4), max_context))
+    prefixes = _prefixes(random.Random(f"soak prefixes {seed}"), n_prefixes)
+    questions = tuple(_questions(rng, max(24, n_rooms // 4), prefixes, max_context))
     events = _events(rng, prefill_nodes)
     episodes: list[Episode] = []
     first = 0
@@ -206,15 +213,31 @@ _WORDS = ("Ann", "Tom", "has", "and", "then", "apples", "12", "7", "more", "give
 _STOPS = (["."], [" 1", "4 "], ["####"], [" and"])
 
 
-def _questions(rng: random.Random, count: int, max_context: int) -> Iterator[Question]:
-    """One in twelve is wrong on purpose."""
+def _prefixes(rng: random.Random, count: int) -> list[list[int]]:
+    """Some pages long each; every third one begins with the one before it, and parts from it on some page."""
+    found: list[list[int]] = []
+    for i in range(count):
+        shared = found[-1][: rng.randrange(256, 1024)] if i % 3 == 2 else []
+        found.append(shared + rng.choices(VOCABULARY, k=rng.randint(300, 1500) - len(shared) // 2))
+    return found
+
+
+def _questions(
+    rng: random.Random, count: int, prefixes: Sequence[Sequence[int]], max_context: int
+) -> Iterator[Question]:
+    """One in twelve is wrong on purpose. With ``prefixes`` every second prompt of ids begins with one of them."""
     for i in range(count):
         if i % 12 == 5:
             yield _wrong(rng, max_context)
         elif i % 12 == 8:
             yield Question("/v1/chat/completions", {"messages": _messages(rng), **_sampling(rng), "logprobs": True})
         else:
-            body = {"prompt": _prompt(rng), **_sampling(rng)}
+            prompt = _prompt(rng)
+            if prefixes and isinstance(prompt, list) and rng.random() < 0.5:
+                prompt = [*rng.choice(prefixes), *prompt[:700]]
+            body = {"prompt": prompt, **_sampling(rng)}
+            if rng.random() < 0.15:
+                body["cache_salt"] = rng.choice(("one", "two"))
             if rng.random() < 0.7:
                 body["logprobs"] = rng.choice((0, 0, 2))
             yield Question("/v1/completions", body)

@@ -32,6 +32,8 @@ class Report:
     codes: Counter[str] = field(default_factory=Counter)
     lives: dict[str, int] = field(default_factory=dict)
     resources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    prefix: dict[str, int] = field(default_factory=dict)
+    """What the nodes' caches did, all lives together, but for what a killed life did in its last episode."""
     n_answered_tokens: int = 0
     longest_s: float = 0.0
     longest_settle_s: float = 0.0
@@ -61,7 +63,11 @@ class Report:
         plan, ends = self.plan, ", ".join(f"{count} {end}" for end, count in self.ends.most_common())
         return (
             f"seed {plan.seed} (plan {plan.digest}): {self.ends.total()} of {plan.n_rooms} rooms: {ends}; "
-            f"{self.n_answered_tokens} tokens compared; the slowest client took {self.longest_s:.1f} s, the slowest "
-            f"clean-up {self.longest_settle_s:.1f} s; lives {dict(self.lives)}; {len(self.findings)} findings; "
-            f"{self.elapsed_s:.0f} s"
+            f"{self.n_answered_tokens} tokens compared; prefixes: {self._prefixes}; the slowest client took "
+            f"{self.longest_s:.1f} s, the slowest clean-up {self.longest_settle_s:.1f} s; lives {dict(self.lives)}; "
+            f"{len(self.findings)} findings; {self.elapsed_s:.0f} s"
         )
+
+    @property
+    def _prefixes(self) -> str:
+        return ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in self.prefix.items())

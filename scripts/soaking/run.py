@@ -27,6 +27,14 @@ SETTLE_S = 40.0
 """After the last client of an episode: until everything is free on both nodes. Above the longest deadline that ends a
 room of a dead peer.
 """
+PREFIX_COUNTS = {
+    "tokens_looked_up": "pd_prefix_prompt_tokens_total",
+    "tokens_reused": "pd_prefix_reused_tokens_total",
+    "bytes_held": "pd_prefix_held_bytes_total",
+    "evictions": "pd_prefix_evicted_total",
+    "damaged": "pd_prefix_damaged_total",
+}
+"""Counters of the nodes' caches, by their names in the report."""
 EXECUTOR_THREADS = 12
 """So many threads a node's pools for blocking calls (verify, fence, tokenize ...) may have made, and keep."""
 WARM_UP = Question("/v1/completions", {"prompt": list(range(10, 80)), "max_tokens": 3, "n": 4, "temperature": 0})
@@ -42,6 +50,8 @@ class Soak:
         self._expected: dict[int, asyncio.Task[Outcome]] = {}
         self._baselines: dict[tuple[str, int], Resources] = {}
         """What each life of a node had at its start."""
+        self._prefix: dict[tuple[str, int, str], float] = {}
+        """What the counters of each life's cache were at the last look."""
 
     async def run(self, progress: Progress, longest_s: float) -> None:
         """Plays the episodes in order; begins none after ``longest_s``."""
@@ -114,6 +124,7 @@ class Soak:
             await self._settle(episode)
             self._baselines |= {(node.name, node.lives): node.resources() for node in new}
         await self._find_left(episode, self._grown)
+        self._count_prefixes(episode)
         for node in self._nodes.subjects:
             self._report.lives[node.name] = node.lives
             shown = {"start": self._baseline(node), "now": node.resources()}
@@ -148,6 +159,17 @@ class Soak:
         return [
             what for node in self._nodes.subjects for what in grown(self._baseline(node), node.resources(), node.name)
         ]
+
+    def _count_prefixes(self, episode: Episode | None) -> None:
+        """Adds what the caches have done since the last look. Counters begin again with a life, or with a peer."""
+        for node in self._nodes.subjects:
+            for what, name in PREFIX_COUNTS.items():
+                now, before = sum(node.samples(name).values()), self._prefix.get((node.name, node.lives, what), 0.0)
+                new = int(now - before if now >= before else now)
+                self._prefix[node.name, node.lives, what] = now
+                self._report.prefix[what] = self._report.prefix.get(what, 0) + new
+                if what == "damaged" and new:
+                    self._find(episode, None, f"{node.name} found {new} damaged pages or snapshots in its cache")
 
     def _baseline(self, node: Node) -> Resources:
         return self._baselines[node.name, node.lives]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+import heapq
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from server.cache.layout import Placement
@@ -40,6 +41,25 @@ class _Grant:
     read: list[int] = field(default_factory=list)
 
 
+class _FreeIds:
+    """Ids, of which the first in a fixed order is handed out first."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._order = order
+        self._rank = {item: rank for rank, item in enumerate(order)}
+        self._ranks = list(range(len(order)))
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def take(self) -> int:
+        return self._order[heapq.heappop(self._ranks)]
+
+    def add(self, items: Iterable[int]) -> None:
+        for item in items:
+            heapq.heappush(self._ranks, self._rank[item])
+
+
 def _nothing_cached(n_pages: int) -> None:
     raise AllocatorError(f"nobody can evict {n_pages} pages")
 
@@ -48,13 +68,17 @@ def _kept_as_it_is(_placement: Placement) -> None:
     pass
 
 
+def _not_told(_pages: Sequence[int]) -> None:
+    pass
+
+
 class Allocator:
     """Slots and pages of one process, granted together: one slot and the pages for a number of tokens, all or nothing.
 
     ``permute_seed`` shuffles the order in which ids are handed out (tests: nothing may depend on ids); None hands out
     ascending ids, so that a request's pages are neighbours whenever they can be. ``on_free`` is called with what
-    becomes free, before anybody gets it. ``evict`` is set by the cache that owns pages: it must make that many of its
-    pages free by :meth:`discard`.
+    becomes free, before anybody gets it. ``evict`` and ``on_unread`` are set by the cache that owns pages: the first
+    must make that many of its pages free by :meth:`discard`, the second is told of those whose last reader is gone.
     """
 
     def __init__(
@@ -71,8 +95,7 @@ class Allocator:
             rng = random.Random(permute_seed)
             rng.shuffle(slots)
             rng.shuffle(pages)
-        self._keep_sorted = permute_seed is None
-        self._free_slots, self._free_pages = deque(slots), deque(pages)
+        self._free_slots, self._free_pages = _FreeIds(slots), _FreeIds(pages)
         self._grants: dict[Hashable, _Grant] = {}
         self._readers: Counter[int] = Counter()
         """Of every page that is the cache's, also of those without any."""
@@ -81,6 +104,7 @@ class Allocator:
         self._n_cached = 0
         self._on_free = on_free
         self.evict: Callable[[int], None] = _nothing_cached
+        self.on_unread: Callable[[Sequence[int]], None] = _not_told
 
     @property
     def capacity_tokens(self) -> int:
@@ -96,6 +120,11 @@ class Allocator:
         return len(self._free_pages) + self._n_cached
 
     @property
+    def n_cached(self) -> int:
+        """Pages of the cache that nobody reads."""
+        return self._n_cached
+
+    @property
     def is_full(self) -> bool:
         """Whether nothing can be granted now, however little it is."""
         return not self._free_slots or not self.n_available
@@ -106,20 +135,25 @@ class Allocator:
         """Grants one slot and the pages of ``n_tokens``; None if they are not free now.
 
         The first places get the cache's complete pages ``shared``, which nobody may write to. The cache's ``pinned``
-        stay what they are as long as the grant. Raises :class:`AllocatorError` if ``owner`` holds a grant already.
+        stay what they are as long as the grant. Raises :class:`AllocatorError` if ``owner`` holds a grant already, or
+        for pages that the cache does not have.
         """
         if owner in self._grants:
             raise AllocatorError(f"{owner} already holds {self._grants[owner].placement}")
         n_own = self.pages_for(n_tokens) - len(shared)
+        if n_own < 0:
+            raise AllocatorError(f"{len(shared)} pages are more than {n_tokens} tokens need")
         read = [*shared, *pinned]
-        n_kept = sum(not self._readers[page] for page in set(read) if page in self._readers)
+        if unknown := [page for page in read if page not in self._readers or page in self._discarded]:
+            raise AllocatorError(f"pages {unknown} are not the cache's")
+        n_kept = sum(not self._readers[page] for page in set(read))
         if not self._free_slots or n_own > self.n_available - n_kept:
             return None
         self._read(read)
         if (missing := n_own - len(self._free_pages)) > 0:
             self.evict(missing)
-        own = [self._free_pages.popleft() for _ in range(n_own)]
-        placement = Placement(self._free_slots.popleft(), (*shared, *own), read_only=len(shared))
+        own = [self._free_pages.take() for _ in range(n_own)]
+        placement = Placement(self._free_slots.take(), (*shared, *own), read_only=len(shared))
         self._grants[owner] = _Grant(placement, ItemState.RESERVED, own, read)
         return placement
 
@@ -143,8 +177,8 @@ class Allocator:
         """
         grant = self._grant(owner)
         del self._grants[owner]
-        self._unread(grant.read)
         self._free(grant.own, grant.placement.slot)
+        self._unread(grant.read)
 
     # --- pages of the cache -------------------------------------------------------------------------------------------
 
@@ -169,18 +203,20 @@ class Allocator:
         grant = self._grant(owner)
         pages = list(grant.placement.pages)
         replaced = [pages[place] for place in places]
-        if missing := [page for page in places.values() if page not in grant.read]:
+        own, read = set(grant.own), set(grant.read)
+        if missing := [page for page in places.values() if page not in read]:
             raise AllocatorError(f"{owner} does not hold the cached pages {missing}")
-        if missing := [page for page in replaced if page not in grant.own]:
+        if missing := [page for page in replaced if page not in own]:
             raise AllocatorError(f"pages {missing} are not {owner}'s own")
         for place, page in places.items():
             pages[place] = page
         kept = set(pages)
-        self._unread([page for page in grant.read if page not in kept])
+        unread = [page for page in grant.read if page not in kept]
         grant.read = [page for page in grant.read if page in kept]
         grant.own = [page for page in grant.own if page in kept]
         grant.placement = replace(grant.placement, pages=tuple(pages))
         self._free(replaced)
+        self._unread(unread)
         return grant.placement
 
     def n_readers(self, page: int) -> int:
@@ -188,7 +224,7 @@ class Allocator:
         return self._readers[page]
 
     def discard(self, page: int) -> None:
-        """The cache gives ``page`` up: it is free now, or with its last reader."""
+        """The cache gives ``page`` up: it is free now, or when its last reader is gone."""
         if page not in self._readers or page in self._discarded:
             raise AllocatorError(f"page {page} is not the cache's")
         if self._readers[page]:
@@ -200,31 +236,31 @@ class Allocator:
 
     def _read(self, pages: Sequence[int]) -> None:
         for page in pages:
-            if page not in self._readers or page in self._discarded:
-                raise AllocatorError(f"page {page} is not the cache's")
             self._n_cached -= not self._readers[page]
             self._readers[page] += 1
 
     def _unread(self, pages: Sequence[int]) -> None:
+        cached: list[int] = []
+        free: list[int] = []
         for page in pages:
             self._readers[page] -= 1
-            if self._readers[page]:
-                continue
-            if page in self._discarded:
-                self._discarded.remove(page)
-                del self._readers[page]
-                self._free([page])
-            else:
-                self._n_cached += 1
+            if not self._readers[page]:
+                (free if page in self._discarded else cached).append(page)
+        self._n_cached += len(cached)
+        for page in free:
+            self._discarded.remove(page)
+            del self._readers[page]
+        self._free(free)
+        if cached or free:
+            self.on_unread([*cached, *free])
 
-    def _free(self, pages: Sequence[int], slot: int | None = None) -> None:
-        self._on_free(Placement(slot or 0, tuple(pages)))
-        if slot is not None:
-            self._free_slots.append(slot)
-        self._free_pages.extend(pages)
-        if self._keep_sorted:
-            self._free_slots = deque(sorted(self._free_slots))
-            self._free_pages = deque(sorted(self._free_pages))
+    def _free(self, pages: Sequence[int], slot: int = 0) -> None:
+        """Slot 0 is never handed out: here it is none."""
+        if not pages and not slot:
+            return
+        self._on_free(Placement(slot, tuple(pages)))
+        self._free_slots.add([slot] if slot else [])
+        self._free_pages.add(pages)
 
     # --- what there is ------------------------------------------------------------------------------------------------
 

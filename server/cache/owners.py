@@ -7,6 +7,7 @@ before its bytes count as anybody's state.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -51,8 +52,10 @@ class OwnerStamps:
     def __init__(self, layout: ArenaLayout) -> None:
         self._layout = layout
         self._stamps: dict[tuple[Scope, int], Owner] = {}
-        self._readers: dict[int, set[Owner]] = {}
-        """Of each page that is the cache's, or was it when they began to read."""
+        self._readers: dict[int, Counter[Owner]] = {}
+        """Of each page that is the cache's, or was it when they began to read. Two rooms may have one name here: those
+        of two decode nodes.
+        """
         self._unshared: set[int] = set()
         """Pages with readers that are the cache's no more."""
 
@@ -62,7 +65,7 @@ class OwnerStamps:
         """
         for scope, item in _items(placement):
             if scope is Scope.PAGE and item in self._readers:
-                self._readers[item].add(owner)
+                self._readers[item][owner] += 1
             else:
                 self._stamps.setdefault((scope, item), owner)
 
@@ -70,16 +73,22 @@ class OwnerStamps:
         """Takes ``owner``'s stamps off at its release; those of others stay."""
         for scope, item in _items(placement):
             if scope is Scope.PAGE and item in self._readers:
-                self._readers[item].discard(owner)
+                self._readers[item] -= Counter({owner: 1})
                 self._forget_if_over(item)
             elif self._stamps.get((scope, item)) == owner:
                 del self._stamps[scope, item]
 
     def share(self, page: int, owner: Owner) -> None:
-        """The page becomes the cache's, and ``owner`` its first reader."""
-        if self._stamps.get((Scope.PAGE, page)) == owner:
-            del self._stamps[Scope.PAGE, page]
-        self._readers[page] = {owner}
+        """The page becomes the cache's, and ``owner`` its first reader.
+
+        Raises :class:`LayoutError` if the page is another's: what is shared would be that one's.
+        """
+        found = self._stamps.get((Scope.PAGE, page))
+        if found != owner:
+            raise LayoutError(f"page {page} belongs to {found or 'nobody'}, expected {owner}")
+        self._readers[page] = Counter({owner: 1})  # before the stamp is off: another thread may be looking
+        self._unshared.discard(page)
+        del self._stamps[Scope.PAGE, page]
 
     def unshare(self, page: int) -> None:
         """The page is the cache's no more: nobody can begin to read it."""

@@ -8,6 +8,7 @@ salt. A hash alone is no proof, so the ids are stored and compared, all the way 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ import xxhash
 from server.cache.allocator import Allocator
 from server.cache.owners import Owner, OwnerStamps
 from server.cache.snapshots import Snapshot, SnapshotPoint
+from server.cache.specs import Scope
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +62,12 @@ class CachedPage:
     page: int
     digest: bytes
     used: int
+    """When it was last found, or its last reader left."""
     children: set[bytes] = field(default_factory=set)
     snapshot: Snapshot | None = None
     """At its end."""
+    is_listed: bool = False
+    """Among the cache's leaves."""
 
     @property
     def path(self) -> tuple[CachedPage, ...]:
@@ -91,7 +96,9 @@ class PrefixHit:
 
 @dataclass
 class PrefixCounts:
-    """What has happened so far; all only grow. Tokens of prompts that were looked up, and of those the ones found."""
+    """What has happened so far; all only grow. Tokens of prompts that were looked up, and of those the ones found: each
+    prompt counts once, however often it is looked up, by the most that was found. What is evicted had to make room.
+    """
 
     looked_up: int = 0
     found: int = 0
@@ -102,16 +109,23 @@ class PrefixCounts:
 
 
 class PromptKeys:
-    """The content keys of a prompt's complete pages, of every ``page_size`` tokens, under ``root``."""
+    """The content keys of a prompt's complete pages, of every ``page_size`` tokens, under ``root``.
 
-    def __init__(self, root: bytes, ids: Sequence[int], page_size: int, key_of: KeyOf = page_key) -> None:
-        data = np.asarray(ids, dtype="<i4").tobytes()
+    The prompt is packed (little-endian int32) or a sequence of ids.
+    """
+
+    def __init__(self, root: bytes, ids: bytes | Sequence[int], page_size: int, key_of: KeyOf = page_key) -> None:
+        data = ids if isinstance(ids, bytes) else np.asarray(ids, dtype="<i4").tobytes()
         step = 4 * page_size
         self.root = root
-        self.n = len(ids)
+        self.n = len(data) // 4
         self.ids = [data[start : start + step] for start in range(0, len(data) // step * step, step)]
         """Of each page, as little-endian int32."""
         self.keys = list(itertools.accumulate(self.ids, key_of, initial=root))[1:]
+        self.chain: list[CachedPage] = []
+        """The cached pages that the prompt begins with, as far as they were compared: :class:`PrefixCache` keeps it."""
+        self.n_found = -1
+        """The most tokens that a look-up found; -1: it was not looked up."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -127,8 +141,9 @@ class PromptKeys:
 class PrefixCache:
     """The cached pages of one allocator, and snapshots of at most ``snapshot_nbytes``. Lives where the allocator does.
 
-    At most ``max_pages`` pages are kept that nobody reads (None: all that are free). The least recently used go first,
-    the last ones of their prompts before those that lead to them.
+    At most ``max_pages`` pages are kept that nobody reads (None: all that are free). Pages that no other follows and
+    nobody reads are evicted, the least recently used first; so prompts lose their ends before what they share. Of the
+    snapshots the one goes that was not taken or found for the longest time.
     """
 
     def __init__(
@@ -147,109 +162,157 @@ class PrefixCache:
         self._snapshot_nbytes, self._max_pages = snapshot_nbytes, max_pages
         self._pages: dict[bytes, CachedPage] = {}
         self._by_id: dict[int, CachedPage] = {}
+        self._with_snapshot: dict[bytes, CachedPage] = {}
+        """By key; the one that was taken or found last is the last."""
+        self._leaves: list[tuple[int, int, CachedPage]] = []
+        """A heap by use (then by number, for order) of all pages without readers and followers. Some are used again,
+        or forgotten: that is found out when their turn comes.
+        """
         self._clock = itertools.count(1)
+        self._numbers = itertools.count()
         self.counts = PrefixCounts()
         self.held_nbytes = 0
         """Of all snapshots."""
         allocator.evict = self._evict
+        allocator.on_unread = self._unread
 
     def __len__(self) -> int:
         return len(self._pages)
 
     @property
     def snapshots(self) -> Iterator[Snapshot]:
-        return (page.snapshot for page in self._pages.values() if page.snapshot is not None)
+        return (page.snapshot for page in self._with_snapshot.values() if page.snapshot is not None)
 
-    def keys_of(self, ids: Sequence[int], salt: str = "") -> PromptKeys:
-        """Costs a hash of the whole prompt, about a microsecond a page."""
+    @property
+    def n_snapshots(self) -> int:
+        return len(self._with_snapshot)
+
+    @property
+    def snapshot_nbytes(self) -> int:
+        """Most bytes of snapshots."""
+        return self._snapshot_nbytes
+
+    @property
+    def max_pages(self) -> int | None:
+        """Most pages that nobody reads; None: all that are free."""
+        return self._max_pages
+
+    def keys_of(self, ids: bytes | Sequence[int], salt: str = "") -> PromptKeys:
+        """Of a prompt, packed (little-endian int32) or as ids. Costs a hash of the whole prompt, about a microsecond a
+        page; of ids that are not packed ten.
+        """
         return PromptKeys(root_key(self._identity, salt), ids, self._page_size, self._key_of)
 
     # --- finding ------------------------------------------------------------------------------------------------------
 
     def match(self, keys: PromptKeys) -> tuple[CachedPage, ...]:
         """The longest chain of cached pages that the prompt begins with. They count as used now."""
-        found: list[CachedPage] = []
-        parent: CachedPage | None = None
-        for key, ids in zip(keys.keys, keys.ids, strict=True):
-            page = self._pages.get(key)
-            if page is None:
-                break
-            if page.ids != ids or page.parent is not parent or page.root != keys.root:
-                self.counts.collisions += 1
-                log.warning("prefix cache: two pages have the key %s", key.hex())
-                break
-            found.append(page)
-            parent = page
+        self._follow(keys, len(keys))
         now = next(self._clock)
-        for page in found:
+        for page in keys.chain:
             page.used = now
-        return tuple(found)
+        return tuple(keys.chain)
 
     def hit(self, keys: PromptKeys) -> PrefixHit | None:
         """The longest cached prefix with a snapshot that leaves at least one token to compute."""
         chain = self.match(keys)
-        self.counts.looked_up += keys.n
-        for n_pages in range(len(chain), 0, -1):
-            last = chain[n_pages - 1]
-            n = n_pages * self._page_size
-            if last.snapshot is not None and n < keys.n:
-                self.counts.found += n
-                return PrefixHit(chain[:n_pages], last.snapshot, SnapshotPoint(n, last.key))
-        return None
+        with_snapshot = (page for page in reversed(chain) if page.snapshot is not None)
+        last = next((page for page in with_snapshot if self._end_of(page) < keys.n), None)
+        n = 0 if last is None else self._end_of(last)
+        self.counts.looked_up += keys.n if keys.n_found < 0 else 0
+        self.counts.found += max(0, n - max(0, keys.n_found))
+        keys.n_found = max(keys.n_found, n)
+        if last is None or last.snapshot is None:
+            return None
+        self._with_snapshot[last.key] = self._with_snapshot.pop(last.key)
+        return PrefixHit(chain[: last.index + 1], last.snapshot, SnapshotPoint(n, last.key))
+
+    def _end_of(self, page: CachedPage) -> int:
+        return (page.index + 1) * self._page_size
+
+    def _follow(self, keys: PromptKeys, n_pages: int) -> CachedPage | None:
+        """Makes ``keys.chain`` what it is now, for the first ``n_pages`` or more; page ``n_pages - 1`` if it is there.
+
+        A page is the prompt's if its ids are and if the page before it is, whatever its key.
+        """
+        chain = keys.chain
+        while chain and not self._is_here(chain[-1]):
+            chain.pop()
+        while len(chain) < n_pages:
+            index, parent = len(chain), chain[-1] if chain else None
+            page = self._pages.get(keys.keys[index])
+            if page is None:
+                return None
+            if page.ids != keys.ids[index] or page.parent is not parent or page.root != keys.root:
+                self.counts.collisions += 1
+                log.warning("prefix cache: two pages have the key %s", page.key.hex())
+                return None
+            chain.append(page)
+        return chain[n_pages - 1] if n_pages else None
+
+    def _is_here(self, page: CachedPage) -> bool:
+        """Then so are all before it: a page is forgotten with all that follow it."""
+        return self._pages.get(page.key) is page
 
     # --- keeping ------------------------------------------------------------------------------------------------------
 
     def keep_page(self, holder: Hashable, owner: Owner, keys: PromptKeys, index: int, digest: bytes) -> bool:
         """Takes the complete page ``index`` of ``holder``'s grant, whose bytes have ``digest``; ``holder`` reads on.
 
-        False if it is not taken: there is one of that content already, or none before it.
+        False if it is not taken: there is one of that content already, or none before it, another page has its key, or
+        it is not ``owner``'s own.
         """
-        parent = None
-        if index:
-            parent = self._pages.get(keys.keys[index - 1])
-            if parent is None or parent.ids != keys.ids[index - 1] or parent.root != keys.root:
-                return False
-        key = keys.keys[index]
-        if key in self._pages:
-            self.counts.collisions += self._pages[key].ids != keys.ids[index]
+        parent = self._follow(keys, index)
+        if index and parent is None:
             return False
-        used = next(self._clock) if parent is None else parent.used
-        page = self._allocator.give_to_cache(holder, index)
+        if self._follow(keys, index + 1) is not None or keys.keys[index] in self._pages:
+            return False
+        page = self._allocator.placement_of(holder).pages[index]
+        if self._owners.owner_of(Scope.PAGE, page) != owner:
+            return False
+        self._allocator.give_to_cache(holder, index)
         self._owners.share(page, owner)
-        cached = CachedPage(index, key, keys.ids[index], parent, keys.root, page, digest, used)
+        key = keys.keys[index]
+        cached = CachedPage(index, key, keys.ids[index], parent, keys.root, page, digest, next(self._clock))
         self._pages[key] = self._by_id[page] = cached
+        keys.chain.append(cached)
         if parent is not None:
             parent.children.add(key)
         return True
 
-    def keep_snapshot(self, snapshot: Snapshot) -> bool:
-        """Takes a snapshot of a prefix whose pages are here. False: they are not, or it is too large."""
-        page = self._pages.get(snapshot.key)
-        if page is None or page.snapshot is not None or snapshot.nbytes > self._snapshot_nbytes:
+    def keep_snapshot(self, snapshot: Snapshot, keys: PromptKeys | None = None) -> bool:
+        """Takes a snapshot of a prefix of ``keys`` whose pages are here. False: they are not, or it is too large.
+
+        Without ``keys`` its own key is trusted to be of no other prefix.
+        """
+        if keys is None:
+            page = self._pages.get(snapshot.key)
+        else:
+            page = self._follow(keys, min(snapshot.n // self._page_size, len(keys)))
+        if page is None or page.key != snapshot.key or self._end_of(page) != snapshot.n:
             return False
-        with_one = sorted((p for p in self._pages.values() if p.snapshot is not None), key=lambda p: p.used)
-        for oldest in with_one:
-            if self.held_nbytes + snapshot.nbytes <= self._snapshot_nbytes:
-                break
-            self._drop_snapshot(oldest)
+        if page.snapshot is not None or snapshot.nbytes > self._snapshot_nbytes:
+            return False
+        while self.held_nbytes + snapshot.nbytes > self._snapshot_nbytes:
+            self._drop_snapshot(next(iter(self._with_snapshot.values())))
             self.counts.evicted_snapshots += 1
         page.snapshot = snapshot
+        self._with_snapshot[page.key] = page
         self.held_nbytes += snapshot.nbytes
         return True
 
     def trim(self) -> None:
-        """Evicts what is over ``max_pages``. To be called when requests have ended."""
+        """Evicts what is over ``max_pages``. Happens by itself whenever pages lose their last reader."""
         if self._max_pages is not None:
-            n_cached = sum(not self._allocator.n_readers(page) for page in self._by_id)
-            if n_cached > self._max_pages:
-                self._evict(n_cached - self._max_pages)
+            self._evict(self._allocator.n_cached - self._max_pages)
 
     # --- giving up ----------------------------------------------------------------------------------------------------
 
     def drop(self, page: CachedPage) -> None:
         """Forgets a damaged page and all that follow it. Who reads them goes on."""
         self.counts.damaged += 1
-        self._drop_tree(page)
+        if self._is_here(page):
+            self._drop_tree(page)
 
     def drop_snapshot(self, page: CachedPage) -> None:
         """Forgets a damaged snapshot."""
@@ -261,43 +324,73 @@ class PrefixCache:
         n_pages = len(self._pages)
         for page in [page for page in self._pages.values() if page.parent is None]:
             self._drop_tree(page)
+        self._leaves.clear()
         return n_pages
 
     def page_of(self, page: int) -> CachedPage | None:
         """What is cached in the page with this id."""
         return self._by_id.get(page)
 
-    def _evict(self, n_pages: int) -> None:
-        """Frees ``n_pages`` that nobody reads, those first that no other follows. Where that is not enough, somebody
-        reads what follows: it is forgotten, and stays until it was read.
-        """
-        unread = [page for page in self._by_id.values() if not self._allocator.n_readers(page.page)]
-        unread.sort(key=lambda page: (page.used, -page.index))  # no page was used later than the one before it
-        for with_followers in (False, True):
-            for page in unread:
-                if n_pages <= 0:
-                    return
-                if self._pages.get(page.key) is page and (with_followers or not page.children):
-                    n_freed = self._drop_tree(page)
-                    self.counts.evicted_pages += n_freed
-                    n_pages -= n_freed
+    def _unread(self, pages: Sequence[int]) -> None:
+        """The last readers of ``pages`` have left. Some may be given up already."""
+        now = next(self._clock)
+        for number in pages:
+            if (page := self._by_id.get(number)) is None:
+                self._owners.unshare(number)
+                continue
+            page.used = now
+            self._list_if_leaf(page)
+        self.trim()
 
-    def _drop_tree(self, page: CachedPage) -> int:
-        """Forgets a page and all that follow it; how many are free now."""
-        if page.parent is not None:
-            page.parent.children.discard(page.key)
-        n_freed, left = 0, [page]
+    def _list_if_leaf(self, page: CachedPage) -> None:
+        if not (page.is_listed or page.children or self._allocator.n_readers(page.page)):
+            page.is_listed = True
+            heapq.heappush(self._leaves, (page.used, next(self._numbers), page))
+
+    def _evict(self, n_pages: int) -> None:
+        """Frees ``n_pages`` that nobody reads. Where leaves are not enough, somebody reads what follows a page that
+        nobody reads (the same content lies elsewhere too): it is forgotten, and stays until it was read.
+        """
+        target = self._allocator.n_cached - n_pages
+        while self._allocator.n_cached > target and self._leaves:
+            used, _, page = heapq.heappop(self._leaves)
+            page.is_listed = False
+            if page.used != used:
+                if self._is_here(page):
+                    self._list_if_leaf(page)
+            elif self._is_here(page) and not page.children and not self._allocator.n_readers(page.page):
+                self._evict_tree(page)
+        if self._allocator.n_cached > target:
+            unread = [page for page in self._by_id.values() if not self._allocator.n_readers(page.page)]
+            for page in sorted(unread, key=lambda page: page.used):
+                if self._allocator.n_cached <= target:
+                    return
+                if self._is_here(page):
+                    self._evict_tree(page)
+
+    def _evict_tree(self, page: CachedPage) -> None:
+        n_pages, n_snapshots = len(self._pages), len(self._with_snapshot)
+        self._drop_tree(page)
+        self.counts.evicted_pages += n_pages - len(self._pages)
+        self.counts.evicted_snapshots += n_snapshots - len(self._with_snapshot)
+
+    def _drop_tree(self, page: CachedPage) -> None:
+        """Forgets a page and all that follow it."""
+        left = [page]
         while left:
             dropped = left.pop()
             left += (self._pages[key] for key in dropped.children)
             self._drop_snapshot(dropped)
             del self._pages[dropped.key], self._by_id[dropped.page]
-            n_freed += not self._allocator.n_readers(dropped.page)
-            self._owners.unshare(dropped.page)
+            if not self._allocator.n_readers(dropped.page):
+                self._owners.unshare(dropped.page)
             self._allocator.discard(dropped.page)
-        return n_freed
+        if page.parent is not None:
+            page.parent.children.discard(page.key)
+            self._list_if_leaf(page.parent)
 
     def _drop_snapshot(self, page: CachedPage) -> None:
         if page.snapshot is not None:
+            del self._with_snapshot[page.key]
             self.held_nbytes -= page.snapshot.nbytes
             page.snapshot = None

@@ -41,7 +41,10 @@ class Outputs:
     def committed(self, req: DecodeRequest, link: PrefillLink, commit: Commit) -> None:
         """The state of the prompt, and what else its prefill node had to say, is here."""
         nbytes = {sent.component: sent.nbytes for sent in commit.done.sent}
-        req.generation.set_route(RouteInfo(link.address, req.key.room, nbytes, self._draft_state, req.n_retries))
+        route = RouteInfo(
+            link.address, req.key.room, nbytes, self._draft_state, req.n_retries, cached_tokens=commit.done.n_reused
+        )
+        req.generation.set_route(route)
         req.record.moved(commit.done)
         n_top = req.request.sampling.prompt_logprobs
         if commit.scores is not None and n_top is not None:

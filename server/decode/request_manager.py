@@ -12,7 +12,6 @@ import logging
 from collections.abc import Iterable
 from functools import partial
 
-from server.cache.allocator import ItemState
 from server.decode.admission import check_request, choose_room, tokens_held, wire_sampling, with_seed
 from server.decode.dialer import MakeDialer
 from server.decode.outputs import Outputs
@@ -22,6 +21,7 @@ from server.decode.request import DecodeRequest
 from server.decode.request_queue import RequestQueue
 from server.decode.room import Commit, FailClient, Free, RequestAction
 from server.decode.room_manager import DecodeRoomManager
+from server.decode.room_memory import RoomMemory
 from server.decode.routed_rooms import announce, has_arrived, link_of, withdraw
 from server.decode.settings import DecodeSettings
 from server.engine.events import (
@@ -88,6 +88,7 @@ class RequestManager:
         self._is_local = settings.prefill is None
         """Prompts are computed here, without any peer or room."""
         self._allocator = context.allocator
+        self._memory = RoomMemory(context, is_local=self._is_local)
         self._submit_command = context.submit_command
         self._metrics = context.metrics
         self.request_metrics = RequestMetrics(context.metrics.registry, DECODE)
@@ -238,13 +239,18 @@ class RequestManager:
             if link is None and not self._is_local:
                 continue  # its prefill node registers anew; the others need not wait for that
             n_held = tokens_held(req.request, self._settings.spec_tokens, is_local=self._is_local)
-            placement = self._allocator.reserve(req.key, n_held)
+            try:
+                placement = self._memory.grant(req, n_held)
+            except Exception as error:
+                log.exception("%s could not be granted memory", req.key)
+                self._fail_waiting([(req, internal_error("decode", error))])
+                self._memory.give_back(req)
+                continue
             if placement is None:
                 return
             self.queue.remove(req)
             self.queue.note_progress()
-            self._context.arena.owners.stamp(placement, req.key.owner)
-            req.placement, req.link, now = placement, link, self._clock()
+            req.link, now = link, self._clock()
             self._metrics.phase("admission", now - req.enqueued_at)
             peer = link.address if link is not None else "local"
             req.record.attempt(req.key.epoch, peer, placement.slot, len(placement.pages))
@@ -264,7 +270,7 @@ class RequestManager:
 
     def _link_for(self, req: DecodeRequest) -> PrefillLink | None:
         """The prefill node that computes the prompt; None if there is none now."""
-        if req.link is not None:  # a router chose it
+        if req.link is not None and (req.link.registered or req.request.routed is not None):
             return req.link if req.link.registered else None
         return self.rooms.peers.pick(req.avoids)
 
@@ -322,13 +328,14 @@ class RequestManager:
                 self._scrub(req)
 
     def _resume(self, req: DecodeRequest, commit: Commit) -> None:
-        if req.placement is None or req.link is None:
-            raise RuntimeError(f"{req.key} was committed without memory or peer")
+        if req.link is None:
+            raise RuntimeError(f"{req.key} was committed without a peer")
+        placement = self._memory.settle(req)
         self._allocator.commit(req.key)
         sampling = req.request.sampling
         if sampling.max_tokens:
             owner = None if Check.STAMP in req.skipped else req.key.owner
-            self._submit_command(Resume(req.key, req.request, req.placement, commit.first, owner))
+            self._submit_command(Resume(req.key, req.request, placement, commit.first, owner))
             req.resumed = True
         self.outputs.committed(req, req.link, commit)
         if not sampling.max_tokens:
@@ -336,17 +343,20 @@ class RequestManager:
             self._scrub(req)
 
     def _fail(self, req: DecodeRequest, failure: Failure) -> None:
-        """Another prefill node is asked if that may help; what this attempt held stays in quarantine, under its key."""
+        """Another prefill node is asked if that may help, or the same one, where only pages of this node were damaged.
+        What this attempt has stays in quarantine, under its key.
+        """
         log.warning("%s (%s) failed: %s: %s", req.key, req.request.request_id, failure.code, failure.reason)
         link, now = req.link, self._clock()
         self._allocator.quarantine(req.key)
         req.record.attempt_failed(failure)
+        self._memory.forget_damaged(req, failure)
         self.quarantine.enter(req.key, failure, link.address if link else "", now)
         may_retry = self._refusing is None and req.may_be_retried(failure)
-        if link is None or not may_retry or self.rooms.peers.pick((*req.avoids, link)) is None:
+        again = req.next_attempt(self._new_key(req.key.room), link, failure, now) if link and may_retry else None
+        if again is None or self._link_for(again) is None:
             self._end_generation(req, failure)
             return
-        again = req.next_attempt(self._new_key(req.key.room), link, failure, now)
         log.info("%s is tried again as epoch %d", req.key, again.key.epoch)
         self._metrics.retried(failure.code)
         req.record.try_again(now)
@@ -398,6 +408,8 @@ class RequestManager:
             return
         try:
             self.outputs.take(req, event)
+            if isinstance(event, Finished):
+                self._memory.keep(req, event)
         except Exception as error:
             log.exception("%s failed on %s", req.key, type(event).__name__)
             req.generation.fail(RequestFailed(internal_error("decode", error)))
@@ -406,10 +418,7 @@ class RequestManager:
             self._release(req)
 
     def _release(self, req: DecodeRequest) -> None:
-        if req.placement is not None:
-            self._context.arena.owners.clear(req.placement, req.key.owner)
-        if self._allocator.state_of(req.key) is not ItemState.FREE:
-            self._allocator.release(req.key)
+        self._memory.give_back(req)
         self.quarantine.leave(req.key)
         self._forget(req)
         self.admit()

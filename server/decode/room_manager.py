@@ -198,8 +198,9 @@ class DecodeRoomManager:
         deadlines, components = self._deadlines, self.peers.components
         if not req.request.sampling.max_tokens:
             components = (HANDOFF,)  # nothing is decoded from the rest
-        asked = wire_request(req.request, req.sampling)
-        req.expected = Expected.of(self._arena, placement, components, req.key, asked)
+        asked = wire_request(req.request, req.packed_prompt, req.sampling)
+        offered = tuple(cached.page for cached in req.offered)
+        req.expected = Expected.of(self._arena, placement, components, req.key, asked, offered)
         reserve = Reserve(
             **room_ids(registration, req.key.room, req.key.epoch),
             slot=placement.slot,
@@ -208,6 +209,7 @@ class DecodeRoomManager:
             request=asked,
             silence_s=min(deadlines.queued_s, deadlines.prefill_s, deadlines.transfer_s),
             traceparent=req.record.traceparent,
+            offered=b"".join(cached.digest for cached in req.offered),
         )
         n_top = req.sampling.prompt_logprobs
         n = len(req.request.prompt_ids)
@@ -253,12 +255,15 @@ class DecodeRoomManager:
                 if req.link is not None:
                     req.link.send(action.message)
             case Verify() if req.expected is not None:
-                evidence, expected = Evidence(req.expected, action.done, action.scores), req.expected
+                req.expected = expected = req.expected.settled(action.done.held)
+                evidence = Evidence(expected, action.done, action.scores)
                 self._hooks.received(req.key, expected.n, expected.placement, partial(self._check, req, evidence))
             case Commit():
                 self._on_action(req, action)  # first of all: the engine can begin
                 if req.link is not None:
                     self._metrics.transferred(req.link.address, action.done)
+                    self._metrics.reused(action.done.n_reused)
+                    self._metrics.held(req.link.address, sum(sent.held_nbytes for sent in action.done.sent))
             case FailClient() | Free():
                 self._on_action(req, action)
             case FencePeer():

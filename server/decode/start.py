@@ -16,7 +16,9 @@ from server.node.serve import serve
 async def load_and_serve(options: DecodeOptions, keys: Keys, peers: tuple[str, ...] | None, http: socket.socket) -> int:
     """The exit code of the process, as :func:`.serve` says it. ``peers`` are the prefill nodes; None: local prefill."""
     k, cold = options.spec_tokens, options.draft_state == "recompute"
-    resources = build_resources("decode", options, keys.guard, draft=k > 0, spec_tokens=k)
+    resources = build_resources(
+        "decode", options, keys.guard, draft=k > 0, spec_tokens=k, reuses_prefixes=peers is not None
+    )
     own = frozenset({DRAFT}) if cold else frozenset()
     settings = DecodeSettings(**vars(resources.settings), prefill=peers, own_components=own)
     node = DecodeNode(settings, resources.context)

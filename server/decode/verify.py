@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from server.cache.arena import Arena
-from server.cache.digest import StateDigests
+from server.cache.digest import NOTHING, PageRanges, StateDigests
 from server.cache.handoff import HandoffHead, packed_prompt_hash, read_head
 from server.cache.layout import Placement
 from server.cache.live import live_positions
@@ -18,8 +18,11 @@ from server.failure import Failure
 from server.transfer.checks import Check
 from server.transfer.parts import PROMPT_LOGPROBS, PartsReceived
 from server.transfer.plan import check_coverage, check_nbytes
-from server.transfer.protocol import Done, RoomRequest, RoutedRequest, SentPromptLogprobs
+from server.transfer.protocol import Done, PageSpan, RoomRequest, RoutedRequest, SentPromptLogprobs
 from server.transfer.rooms import RoomKey
+
+PREFIX_DAMAGED = "prefix_damaged"
+"""The code of a failure that lies in pages of this node: they were held, and are not the prefill node's."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class Expected:
 
     By component, the rows ``live`` and their ``nbytes``; ``items`` are the slots and pages that they come to, and
     ``digests`` knows where. Made when the room opens, so that little is left to do at its end.
+
+    The pages ``offered`` are here already. Where the prefill node has said which of them are ``held``
+    (:meth:`settled`), they are in ``placement``, and their ``held_nbytes`` are not in ``nbytes``. ``page_digests``, of
+    the complete pages, are taken by the check of the digests.
     """
 
     arena: Arena
@@ -39,10 +46,20 @@ class Expected:
     nbytes: dict[str, int]
     items: list[LiveItems]
     digests: StateDigests
+    offered: tuple[int, ...]
+    held: PageRanges = ()
+    held_nbytes: dict[str, int] = field(default_factory=dict)
+    page_digests: list[bytes] = field(default_factory=list)
 
     @property
     def total_nbytes(self) -> int:
-        return sum(self.nbytes.values())
+        """What is to be checked."""
+        return sum(self.nbytes.values()) + sum(self.held_nbytes.values())
+
+    @property
+    def held_pages(self) -> list[int]:
+        """The numbers of the held pages in the prompt, ascending."""
+        return [page for first, stop in self.held for page in range(first, stop)]
 
     @staticmethod
     def of(
@@ -51,6 +68,7 @@ class Expected:
         components: tuple[str, ...],
         key: RoomKey,
         asked: RoomRequest | RoutedRequest,
+        offered: tuple[int, ...] = (),
     ) -> Expected:
         """Raises :class:`LayoutError` for a placement that cannot hold the prompt."""
         if isinstance(asked, RoutedRequest):
@@ -69,7 +87,47 @@ class Expected:
             nbytes={name: len(rows) * layout.component(name).row_nbytes for name, rows in live.items()},
             items=arena.owners.items_of(n, placement, components),
             digests=StateDigests(arena, n, placement, components),
+            offered=offered,
         )
+
+    def settled(self, held: Sequence[PageSpan]) -> Expected:
+        """The same with the pages ``held`` of those that were offered, as far as they can be: what is wrong with the
+        others is found by :func:`check_claims`.
+        """
+        spans, _ = _possible(held, len(self.offered))
+        if not spans:
+            return self
+        layout, pages, names = self.arena.layout, list(self.placement.pages), tuple(self.live)
+        for first, stop in spans:
+            pages[first:stop] = self.offered[first:stop]
+        placement = replace(self.placement, pages=tuple(pages))
+        n_held = sum(stop - first for first, stop in spans)
+        held_nbytes = {c.name: n_held * c.rows * c.row_nbytes for c in layout.page_components if c.name in self.live}
+        return replace(
+            self,
+            placement=placement,
+            nbytes={name: nbytes - held_nbytes.get(name, 0) for name, nbytes in self.nbytes.items()},
+            items=self.arena.owners.items_of(self.n, placement, names),
+            digests=StateDigests(self.arena, self.n, placement, names),
+            held=spans,
+            held_nbytes=held_nbytes,
+            page_digests=[],
+        )
+
+
+def _possible(held: Sequence[PageSpan], n_offered: int) -> tuple[PageRanges, str | None]:
+    """The spans of ``held`` up to the first that cannot be, and what is wrong with that one. They ascend, do not touch
+    each other, and are of the first ``n_offered`` pages.
+    """
+    end = -1
+    for i, (first, stop) in enumerate(held):
+        wrong = f"Done says that the pages {first} .. {stop - 1} are held"
+        if stop > n_offered:
+            return tuple(held[:i]), f"{wrong}, and {n_offered} pages were offered"
+        if not end < first < stop:
+            return tuple(held[:i]), f"{wrong}, and its spans do not ascend: the one before ends with page {end - 1}"
+        end = stop
+    return tuple(held), None
 
 
 @dataclass(frozen=True)
@@ -93,12 +151,17 @@ def check_stamp(found: Evidence) -> Failure | None:
 
 
 def check_claims(found: Evidence) -> Failure | None:
-    """``Done`` is for this many tokens, and claims exactly the live rows of every component. All log probabilities of
-    the prompt have come, if they are wanted.
+    """``Done`` is for this many tokens, and claims exactly the live rows of every component; what it says is held was
+    offered. All log probabilities of the prompt have come, if they are wanted.
     """
     done, expected = found.done, found.expected
     if done.n != expected.n:
         return _mismatch(Check.COVERAGE, "", f"Done is for {done.n} tokens, the prompt has {expected.n}")
+    if done.n_reused >= done.n:
+        return _mismatch(Check.COVERAGE, "", f"Done says that {done.n_reused} of {done.n} tokens were not computed")
+    _, reason = _possible(done.held, len(expected.offered))
+    if reason is not None:
+        return _mismatch(Check.COVERAGE, "", reason)
     gap = check_coverage(done.sent, expected.live)
     if gap is not None:
         return _mismatch(Check.COVERAGE, gap.component, gap.reason)
@@ -121,25 +184,45 @@ def _scores_mismatch(claimed: SentPromptLogprobs | None, scores: PartsReceived |
 
 
 def check_bytes(found: Evidence) -> Failure | None:
-    """``Done`` claims this node's own byte counts."""
+    """``Done`` claims this node's own byte counts, of what was written and of what is held."""
     gap = check_nbytes(found.done.sent, found.expected.nbytes)
-    return _mismatch(Check.BYTES, gap.component, gap.reason) if gap is not None else None
+    if gap is not None:
+        return _mismatch(Check.BYTES, gap.component, gap.reason)
+    for claim in found.done.sent:
+        ours = found.expected.held_nbytes.get(claim.component, 0)
+        if claim.held_nbytes != ours:
+            reason = f"{claim.held_nbytes} bytes are said to be held, {ours} are in the pages that are"
+            return _mismatch(Check.BYTES, claim.component, reason)
+    return None
 
 
 def check_digests(found: Evidence) -> Failure | None:
     """The live bytes of every component in this memory have the digests that the prefill node took of its own, and so
-    have the prompt's log probabilities.
+    have the prompt's log probabilities. Held pages that differ are this node's fault.
     """
-    theirs = {sent.component: sent.digest for sent in found.done.sent}
-    for name, ours in found.expected.digests.finish().digests().items():
+    expected = found.expected
+    theirs = {sent.component: sent for sent in found.done.sent}
+    expected.page_digests[:] = expected.digests.take_pages(expected.n)
+    parts = expected.digests.finish()
+    for name in expected.live:
         if name not in theirs:
             return _mismatch(Check.DIGEST, name, "the prefill node has sent no digest")
-        if theirs[name] != ours:
-            values = f"the prefill node has {theirs[name]:016x}, this memory has {ours:016x}"
-            return _mismatch(Check.DIGEST, name, f"its digest differs: {values}")
+        written, held = parts.split(name, expected.held)
+        if theirs[name].digest != written:
+            return _mismatch(Check.DIGEST, name, f"its digest differs: {_values(theirs[name].digest, written)}")
+        if theirs[name].held_digest != held:
+            values = _values(theirs[name].held_digest, held)
+            if held == NOTHING:
+                return _mismatch(Check.DIGEST, name, f"nothing of it is held, and its digest differs: {values}")
+            reason = f"{name}: the digest of its pages that were held differs: {values}"
+            return Failure(PREFIX_DAMAGED, reason, name, Check.DIGEST)
     if _digests_differ(found.done.prompt_logprobs, found.scores):
         return _mismatch(Check.DIGEST, PROMPT_LOGPROBS, "their digest is not the one that the prefill node took")
     return None
+
+
+def _values(theirs: int, ours: int) -> str:
+    return f"the prefill node has {theirs:016x}, this memory has {ours:016x}"
 
 
 def _digests_differ(claimed: SentPromptLogprobs | None, scores: PartsReceived | None) -> bool:

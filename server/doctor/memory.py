@@ -46,7 +46,15 @@ def needed_memory(plan: NodePlan, free: FreeMemory | None = None) -> MemoryPlan:
     if draft is None:
         draft = kind_of_draft(tensor_headers(options.model)) is Draft.NEXTN
     budget = packed_memory(options, free or free_memory())
-    return plan_memory(config, options, free, draft=draft, spec_tokens=plan.spec_tokens, packed_memory=budget)
+    return plan_memory(
+        config,
+        options,
+        free,
+        draft=draft,
+        spec_tokens=plan.spec_tokens,
+        packed_memory=budget,
+        takes_snapshots=plan.role == "prefill",
+    )
 
 
 def kind_of_draft(headers: list[TensorHeader]) -> Draft:

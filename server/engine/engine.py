@@ -8,15 +8,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate
 from typing import TypeVar
 
 import msgspec
 import torch
 
-from server.cache.device import Mark, select_rows
-from server.cache.live import LIVE_RULES
-from server.cache.owners import WrongOwner
+from server.cache.device import select_rows
 from server.engine.choosing import choose
 from server.engine.events import (
     Begin,
@@ -29,9 +28,9 @@ from server.engine.events import (
     Finished,
     Generate,
     GrammarReady,
+    HitRefused,
     Output,
     Prefill,
-    PrefillFinished,
     Prepare,
     PromptScored,
     Resume,
@@ -40,14 +39,15 @@ from server.engine.events import (
     Stop,
 )
 from server.engine.failures import failure_of
+from server.engine.prefix import CompletedPages, HitDamaged, TakeOver
 from server.engine.preparation import Preparation, Prepared
+from server.engine.prompts import check_owner, hand_over, prompt_forward, report_chunk
 from server.engine.request import FinishReason, TokenizerLike, TokenLogprob, TokenOutput
 from server.engine.runner import ModelRunner
 from server.engine.scheduler import Chunk, Scheduler, Sequence
 from server.engine.scoring import score_rows
 from server.engine.speculation import ChainStart, DraftState, accepted, propose
 from server.kernels.sampling import SampleKernel
-from server.model.batch import Segment
 from server.model.interface import BadStep, ForwardOutput
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ class Engine(threading.Thread):
 
     ``on_event`` is called in this thread for every event. ``chunk_tokens`` bounds the prompt tokens of one step,
     ``threads`` the CPU threads of one operation. Tokens are chosen by ``sample_kernel``, or in numpy without one, which
-    gives the same ones. Commands may be submitted from any thread, or put into ``commands``.
+    gives the same ones. Commands may be submitted from any thread, or put into ``commands``. With ``digest_pages`` the
+    end of a resumed request has the digests of the pages that it has completed.
     """
 
     def __init__(
@@ -76,12 +77,14 @@ class Engine(threading.Thread):
         spec_tokens: int = 0,
         cold_draft: bool = False,
         sample_kernel: SampleKernel | None = None,
+        digest_pages: bool = False,
     ) -> None:
         super().__init__(name="engine", daemon=True)
         self._runner, self._tokenizer, self._on_event, self._threads = runner, tokenizer, on_event, threads
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue() if commands is None else commands
         self._scheduler = Scheduler(chunk_tokens)
         self._spec_tokens, self._cold_draft, self._sample_kernel = spec_tokens, cold_draft, sample_kernel
+        self._digests_pages = digest_pages
         self._preparation = Preparation(tokenizer, self._commands.put)
         self._stopping = False
         if spec_tokens:
@@ -145,9 +148,9 @@ class Engine(threading.Thread):
             case Prepare(key, request):
                 with contextlib.suppress(Exception):  # what is wrong with it shows when it begins
                     self._preparation.prepare(key, request)
-            case Scrub(key, placement):
+            case Scrub(key):
                 self._preparation.forget(key)
-                self._runner.scrub(placement)
+                self._runner.mark().wait()
                 self._on_event(Scrubbed(key))
             case Stop():
                 self._stopping = True
@@ -163,22 +166,32 @@ class Engine(threading.Thread):
             return
         if isinstance(command, Prefill):
             sequence.digests = self._runner.state_digests(sequence.n_prompt, sequence.placement)
+            if command.hit is not None:
+                if sequence.n_top is not None:
+                    raise RuntimeError("a prompt whose tokens are scored is computed as a whole")
+                sequence.take_over = TakeOver(command, command.hit, sequence.digests, self._runner)
         self._scheduler.add(sequence)
 
     def _resume(self, sequence: Sequence, command: Resume) -> None:
         """Decodes on from a prompt that another node computed; its first token may already be the last."""
-        self._check_owner(command)
+        check_owner(self._runner, command)
         n = sequence.n_computed = sequence.n_prompt
         self._scheduler.add(sequence)
+        if self._digests_pages:
+            sequence.completed = CompletedPages(self._runner, sequence.placement, n)
         if self._spec_tokens:
             streams = self._runner.handed_streams(sequence.placement)
             sequence.draft = DraftState(streams[None], valid_from=n - 1 if self._cold_draft else 0)
         self._append(sequence, [command.first])
 
     def _step(self) -> None:
-        """One token (or several, with drafts) for every running request, then the next piece of the oldest prompts."""
+        """One token (or several, with drafts) for every running request, then the next piece of what the oldest prompt
+        takes over from the cache, and the next chunks of the oldest prompts.
+        """
         if running := self._scheduler.decoding():
             self._decode(running)
+        if (sequence := self._scheduler.taking_over()) is not None:
+            self._take_over(sequence)
         if chunks := self._scheduler.next_chunks():
             self._prefill(chunks)
 
@@ -195,6 +208,8 @@ class Engine(threading.Thread):
                     if sequence.draft is not None:
                         sequence.draft = DraftState(output.streams[row : row + n], sequence.draft.valid_from)
                     try:  # as self._failing, which costs as much as a token's text
+                        if sequence.completed is not None:
+                            sequence.completed.take(sequence.n_computed)
                         self._append(sequence, choices[:n], n_proposed=len(draft))
                     except Exception as error:  # noqa: BLE001  (logged with the failure)
                         self._fail(sequence, error)
@@ -214,8 +229,25 @@ class Engine(threading.Thread):
 
     # --- prefill ------------------------------------------------------------------------------------------------------
 
+    def _take_over(self, sequence: Sequence) -> None:
+        """The next piece of what a prompt takes over; behind the last one it is computed on."""
+        if (take_over := sequence.take_over) is None:
+            return
+        started = time.perf_counter()
+        with self._failing(sequence):
+            try:
+                is_done = take_over.step()
+            except HitDamaged as damage:
+                self._scheduler.remove(sequence.key)
+                self._on_event(HitRefused(sequence.key, damage.failure, damage.page))
+                return
+            sequence.prefill_s += time.perf_counter() - started
+            if is_done:
+                sequence.take_over, sequence.n_computed = None, take_over.n
+                self._on_event(ChunkComputed(sequence.key, take_over.n, tuple(take_over.pages)))
+
     def _prefill(self, chunks: list[Chunk]) -> None:
-        for batch, (started, output, computed) in self._batches(chunks, self._prompt_forward):
+        for batch, (started, output, computed) in self._batches(chunks, partial(prompt_forward, self._runner)):
             computed.wait()
             elapsed = time.perf_counter() - started
             ends = list(accumulate(chunk.n_tokens for chunk in batch))
@@ -228,10 +260,11 @@ class Engine(threading.Thread):
                 sequence.prefill_s += elapsed
                 if sequence.is_computed:
                     done.append(i)
-                elif sequence.digests is not None:
-                    self._on_event(ChunkComputed(sequence.key, sequence.n_computed))
+                elif isinstance(sequence.command, Prefill):
                     with self._failing(sequence):
-                        sequence.digests.take_pages(sequence.n_computed)
+                        streams = output.streams[ends[i] - 1]
+                        for event in report_chunk(self._runner, sequence, sequence.command, streams):
+                            self._on_event(event)
             complete = [batch[i].sequence for i in done]
             chosen = choose(
                 complete, [[]] * len(done), select_rows(output.logits, done), self._fail, self._sample_kernel
@@ -240,38 +273,6 @@ class Engine(threading.Thread):
                 if choices is not None:
                     with self._failing(sequence):
                         self._end_prompt(sequence, choices, output.streams[ends[i] - 1])
-
-    def _prompt_forward(self, chunks: list[Chunk]) -> tuple[float, ForwardOutput, Mark]:
-        """When it began, the target's output over the chunks, and the mark behind all that was computed: also the
-        draft's window rows that will be read, of position t with the prompt's token t + 1.
-        """
-        started = time.perf_counter()
-        output = self._runner.forward(
-            [chunk.sequence.segment(chunk.n_tokens) for chunk in chunks],
-            with_hidden=any(chunk.sequence.n_top is not None for chunk in chunks),
-        )
-        if self._runner.drafts:
-            self._draft_rows(chunks, output)
-        return started, output, self._runner.mark()
-
-    def _draft_rows(self, chunks: list[Chunk], output: ForwardOutput) -> None:
-        segments, streams, row = [], [], 0
-        for chunk in chunks:
-            sequence = chunk.sequence
-            first = sequence.n_computed
-            rows = LIVE_RULES["draft_swa"](sequence.n_prompt, self._runner.arena.layout.window)
-            part = range(max(first, rows.start), min(first + chunk.n_tokens, rows.stop))
-            if part:
-                segments.append(
-                    Segment(sequence.tokens[part.start + 1 : part.stop + 1], part.start, sequence.placement)
-                )
-                streams.append(output.streams[row + part.start - first : row + part.stop - first])
-            row += chunk.n_tokens
-        if segments:
-            try:
-                self._runner.draft_rows(segments, torch.cat(streams))
-            except BadStep as error:  # as any other: the target's rows are written
-                raise RuntimeError(f"the draft's rows: {error}") from error
 
     def _score(self, chunk: Chunk, output: ForwardOutput, end: int) -> bool:
         """Reports what the rows of a chunk, which end at row ``end`` of the step, think of the prompt's tokens behind
@@ -303,7 +304,9 @@ class Engine(threading.Thread):
     def _end_prompt(self, sequence: Sequence, choices: list[TokenLogprob], streams: torch.Tensor) -> None:
         """A prompt is computed, up to ``streams`` ``[N, D]`` of its last position, and its next token is chosen."""
         if isinstance(sequence.command, Prefill):
-            self._hand_over(sequence, sequence.command, choices[0], streams)
+            self._scheduler.remove(sequence.key)  # from here on its state belongs to the sender
+            for event in hand_over(self._runner, sequence, sequence.command, choices[0], streams):
+                self._on_event(event)
             return
         if not sequence.request.sampling.max_tokens:
             self._on_event(Output(sequence.key, TokenOutput((), "", finish_reason=FinishReason.LENGTH)))
@@ -312,23 +315,6 @@ class Engine(threading.Thread):
         if self._spec_tokens:
             sequence.draft = DraftState.after_prompt(streams)
         self._append(sequence, choices)
-
-    def _hand_over(self, sequence: Sequence, command: Prefill, first: TokenLogprob, streams: torch.Tensor) -> None:
-        """The end of a prompt on a prefill node: from here on its state belongs to the sender until it is scrubbed."""
-        self._scheduler.remove(sequence.key)
-        self._check_owner(command)
-        started = time.perf_counter()
-        prompt, placement = sequence.request.prompt_ids, sequence.placement
-        if sequence.digests is None:
-            raise RuntimeError(f"{sequence.key} has no digests")
-        parts = self._runner.hand_over(command.room, command.epoch, prompt, placement, first, streams, sequence.digests)
-        digest_s = time.perf_counter() - started
-        self._on_event(PrefillFinished(sequence.key, first, parts, sequence.prefill_s, digest_s))
-
-    def _check_owner(self, command: Prefill | Resume) -> None:
-        """That the memory of the prompt's state is stamped as the command says. Raises :class:`WrongOwner`."""
-        if command.owner is not None:
-            self._runner.check_owner(command.owner, len(command.request.prompt_ids), command.placement)
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
@@ -353,18 +339,22 @@ class Engine(threading.Thread):
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def _finish(self, request: Sequence | Begin, reason: FinishReason) -> None:
+        """Ends a request whose memory nothing writes to any more."""
         self._scheduler.remove(request.key)
-        self._runner.scrub(request.placement)
-        self._on_event(Finished(request.key, reason))
+        self._runner.mark().wait()
+        if isinstance(request, Sequence) and request.completed is not None:
+            tokens, pages = tuple(request.tokens[: request.n_computed]), tuple(request.completed.digests)
+            self._on_event(Finished(request.key, reason, tokens, pages))
+        else:
+            self._on_event(Finished(request.key, reason))
 
     def _fail(self, request: Sequence | Begin, error: Exception) -> None:
-        """Ends a request with an error. Memory that may be another's is left as it is."""
+        """Ends a request with an error. Nothing writes to its memory any more."""
         failure = failure_of(error)
         trace = error if failure.code == "engine_error" else None
         log.error("request %s failed: %s: %s", request.key, failure.code, failure.reason, exc_info=trace)
         self._scheduler.remove(request.key)
-        if not isinstance(error, WrongOwner):
-            self._runner.scrub(request.placement)
+        self._runner.mark().wait()
         self._on_event(ComputeFailed(request.key, failure))
 
     @contextlib.contextmanager
@@ -399,6 +389,7 @@ class Engine(threading.Thread):
 
 def _is_repeatable(chunk: Chunk, error: Exception) -> bool:
     """Whether ``chunk`` can be computed again after ``error``. A step may end after it has written, and a chunk is
-    longer than what the rings keep beside the window: the rows before it are then gone. (A decode step's few rows fit.)
+    longer than what the rings keep beside the window: the rows before it, also restored ones, are then gone. (A decode
+    step's few rows fit.)
     """
     return chunk.sequence.n_computed == 0 or isinstance(error, BadStep)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from server.cache.owners import WrongOwner
 from server.engine.choosing import NothingAllowed
 from server.engine.guide import GrammarFailed
+from server.engine.runner import SharedPage
 from server.engine.sampler import NonFiniteLogits
 from server.failure import Failure, RequestFailed
 
@@ -12,7 +13,7 @@ from server.failure import Failure, RequestFailed
 def failure_of(error: Exception) -> Failure:
     """``error`` as a failure: ``engine_error`` if it is none of those that are expected."""
     match error:
-        case WrongOwner() | RequestFailed():
+        case WrongOwner() | RequestFailed() | SharedPage():
             return error.failure
         case NonFiniteLogits():
             reason = "the model's output is not a number: it read state that was never written"

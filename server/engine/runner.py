@@ -1,4 +1,6 @@
-"""The model together with its pools: runs forwards, hands over and scrubs state. Used by the engine thread only."""
+"""The model together with its pools: runs forwards, hands over, keeps and restores state. Used by the engine thread
+only.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,21 @@ from server.cache.digest import StateDigests, StateParts
 from server.cache.handoff import Handoff, prompt_hash, read_handoff, write_handoff
 from server.cache.layout import Placement
 from server.cache.owners import Owner
+from server.cache.snapshots import Snapshot, SnapshotPoint, restore_snapshot, take_snapshot
+from server.cache.specs import Scope
 from server.engine.request import TokenLogprob
+from server.failure import Failure
 from server.model.batch import Segment
-from server.model.interface import ForwardOutput, LoadedModel
+from server.model.interface import BadStep, ForwardOutput, LoadedModel
+
+
+class SharedPage(BadStep):
+    """A step would write to a page that others may read. Nothing is written."""
+
+    @property
+    def failure(self) -> Failure:
+        """What the request ends with."""
+        return Failure("shared_page", str(self))
 
 
 class ModelRunner:
@@ -37,9 +51,19 @@ class ModelRunner:
         self, segments: Sequence[Segment], *, every_row: bool = False, with_hidden: bool = False
     ) -> ForwardOutput:
         """One forward over runs of several requests. Logits of each segment's last row, or of every row. With
-        ``with_hidden`` there is what :meth:`logits` needs of every row.
+        ``with_hidden`` there is what :meth:`logits` needs of every row. Raises :class:`SharedPage`.
         """
+        self._check_pages(segments)
         return self._bound.forward(segments, every_row=every_row, with_hidden=with_hidden)
+
+    def _check_pages(self, segments: Sequence[Segment]) -> None:
+        """That no position of ``segments`` lies in a page that must not be written to."""
+        page_size = self.arena.layout.page_size
+        for segment in segments:
+            page, n_read_only = segment.start // page_size, segment.placement.read_only
+            if page < n_read_only:
+                where = f"position {segment.start} lies in page {page} of the request"
+                raise SharedPage(-1, f"{where}, of which the first {n_read_only} may be others' too")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits ``[rows, vocab]`` of rows of a forward's ``hidden``."""
@@ -93,6 +117,24 @@ class ModelRunner:
         row = read_handoff(self.arena, placement, self.model.config.hc_mult)
         return to_device(row.streams, self.arena.device)
 
-    def scrub(self, placement: Placement) -> None:
-        """Waits until nothing that was computed so far, or failed, writes to ``placement`` any more."""
+    def take_snapshot(self, placement: Placement, point: SnapshotPoint, streams: torch.Tensor) -> Snapshot:
+        """The slot's state after ``point.n`` tokens; ``streams`` ``[N, D]`` are those of the position before."""
         self.mark().wait()
+        return take_snapshot(self.arena, placement, point, streams)
+
+    def restore_snapshot(self, placement: Placement, snapshot: Snapshot) -> torch.Tensor:
+        """Makes the slot's state that of ``snapshot``. Returns the streams ``[N, D]`` of its last position.
+
+        Raises :class:`LayoutError` for one of another size; nothing is written then.
+        """
+        config, dtype = self.model.config, self.model.dtype
+        streams = restore_snapshot(self.arena, placement, snapshot, (config.hc_mult, config.hidden_size), dtype)
+        return to_device(streams, self.arena.device)
+
+    def page_digests(self, placement: Placement, first: int, stop: int) -> tuple[bytes, ...]:
+        """Those of the request's complete pages ``first .. stop - 1``."""
+        layout = self.arena.layout
+        paged = [c.name for c in layout.components if c.scope is Scope.PAGE]
+        n = (stop - first) * layout.page_size
+        part = Placement(placement.slot, placement.pages[first:stop])
+        return StateDigests(self.arena, n, part, paged).take_pages(n) if n else ()

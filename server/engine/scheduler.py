@@ -1,5 +1,5 @@
 """The requests of one engine and what the next step computes: every running request decodes, and prompts are prefilled
-in chunks, first come first served.
+in chunks, first come first served. What a prompt takes over from the cache is proven before.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from server.cache.digest import StateDigests
 from server.engine.choice_rules import ChoiceRules
-from server.engine.events import Begin, Resume
+from server.engine.events import Begin, Prefill, Resume
+from server.engine.prefix import CompletedPages, TakeOver
 from server.engine.speculation import ChainStart, DraftState
 from server.engine.stopping import OutputProcessor
 from server.model.batch import Segment
@@ -33,11 +34,25 @@ class Sequence:
         self.draft: DraftState | None = None
         self.digests: StateDigests | None = None
         """On a prefill node, of the pages that are complete."""
+        self.snapshots_at = {p.n: p for p in command.snapshots_at} if isinstance(command, Prefill) else {}
+        self.take_over: TakeOver | None = None
+        """Of the part of the prompt that is in the cache, until that is done."""
+        self.completed: CompletedPages | None = None
+        """On a decode node, the pages that decoding has completed, if they are digested."""
 
     @property
     def is_computed(self) -> bool:
         """Whether the state of the whole prompt is in the pools."""
         return self.n_computed >= self.n_prompt
+
+    @property
+    def next_end(self) -> int:
+        """Where the next chunk ends at the latest: at the next snapshot, or at the prompt's end."""
+        return self.end_from(self.n_computed + 1)
+
+    def end_from(self, n: int) -> int:
+        """The first of those ends from ``n`` tokens on."""
+        return min((at for at in self.snapshots_at if at >= n), default=self.n_prompt)
 
     def segment(self, n_tokens: int) -> Segment:
         """The next ``n_tokens`` whose state is not computed yet."""
@@ -90,13 +105,21 @@ class Scheduler:
         """All that get their next token in this step."""
         return list(self._decoding.values())
 
+    def taking_over(self) -> Sequence | None:
+        """The oldest prompt that takes over a part of it."""
+        return next((sequence for sequence in self._prompts.values() if sequence.take_over is not None), None)
+
     def next_chunks(self) -> list[Chunk]:
-        """Up to ``chunk_tokens`` of prompt, oldest prompts first; only the last one may be left unfinished."""
+        """Up to ``chunk_tokens`` of prompt, oldest prompts first; only the last one may end before the prompt, or its
+        next snapshot, does.
+        """
         chunks, budget = [], self._chunk_tokens
         for sequence in self._prompts.values():
             if budget == 0:
                 break
-            n_tokens = min(budget, sequence.n_prompt - sequence.n_computed)
+            if sequence.take_over is not None:
+                continue
+            n_tokens = min(budget, sequence.next_end - sequence.n_computed)
             chunks.append(Chunk(sequence, n_tokens))
             budget -= n_tokens
         return chunks

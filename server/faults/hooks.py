@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from server.cache.layout import Placement
-from server.cache.prefix import CachedPage, PrefixHit, page_key
+from server.cache.prefix import CachedPage, PrefixCache, PrefixHit, page_key
 from server.transfer.checks import Check
 from server.transfer.engines.base import TransferEngine
 from server.transfer.protocol import AnyMessage
@@ -63,11 +63,13 @@ class Hooks:
         return page_key(parent, ids)
 
     def cache_hit(self, key: Hashable, hit: PrefixHit) -> PrefixHit:
-        """The prefill node takes a part of a prompt from its cache: what it takes."""
+        """The prefill node takes a part of a prompt from its cache: what it takes. Called again for the same room if
+        there was no memory for it.
+        """
         return hit
 
-    def offering(self, key: Hashable, pages: Sequence[CachedPage]) -> None:
-        """The decode node offers cached ``pages``, which are pinned."""
+    def offering(self, key: Hashable, pages: Sequence[CachedPage], cache: PrefixCache) -> None:
+        """The decode node offers ``pages`` of ``cache``, which are pinned."""
 
     def memory_free(self, key: Hashable) -> None:
         """The room's memory on the prefill node is given back."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from server.cache.arena import Arena
 from server.cache.layout import Placement, Run
+from server.cache.prefix import CachedPage, PrefixCache, PrefixHit, page_key
 from server.faults.hooks import Hooks, Put, Sending
 from server.faults.messages import MessageFaults
 from server.faults.pool import PoolFaults
+from server.faults.prefix import PrefixFaults
 from server.faults.rows import RowFaults
 from server.faults.spec import STATE, WRITES, Fault, FaultKind, FaultSet, Place, skipped_checks
 from server.faults.writes import FaultyEngine, Rule, WriteFaults
@@ -41,6 +43,9 @@ class Faults(Hooks):
         self._messages = MessageFaults(faults)
         self._rows = RowFaults(arena)
         self._pool = PoolFaults(arena)
+        self._prefix = PrefixFaults(arena)
+        self._last_hit: tuple[Hashable, PrefixHit, PrefixHit] | None = None
+        """The last room for which something was cached: what that was, and what was taken."""
         self._writes = WriteFaults()
         self._rooms: dict[Hashable, _Room] = {}
         self._received: set[asyncio.Task[None]] = set()
@@ -49,6 +54,8 @@ class Faults(Hooks):
         return self._faults.describe()
 
     def entered(self, phase: str) -> None:
+        if phase == "queued":
+            self._prefix.reserved()
         self._faults.entered(phase)
 
     def post(self, message: AnyMessage, frame: bytes, put: Put) -> None:
@@ -101,6 +108,19 @@ class Faults(Hooks):
     def _arm(self, key: Hashable, fault: Fault, parts: Iterable[tuple[Run, bytes]]) -> None:
         rules = (Rule(fault.kind, self._arena.ptr + run.offset, run.nbytes, data, fault.seconds) for run, data in parts)
         self._writes.arm(key, tuple(rules))
+
+    def page_key(self, parent: bytes, ids: bytes) -> bytes:
+        return page_key(parent, b"" if self._faults.keys_collide else ids)
+
+    def cache_hit(self, key: Hashable, hit: PrefixHit) -> PrefixHit:
+        if self._last_hit is not None and self._last_hit[0] == key and self._last_hit[1].pages == hit.pages:
+            return self._last_hit[2]  # it waits for memory
+        taken = self._prefix.take_over(self._faults.of_cached(str(key)), hit)
+        self._last_hit = key, hit, taken
+        return taken
+
+    def offering(self, key: Hashable, pages: Sequence[CachedPage], cache: PrefixCache) -> None:
+        self._prefix.offer(self._faults.of_cached(str(key)), pages, cache)
 
     def memory_free(self, key: Hashable) -> None:
         room = self._rooms.pop(key, None)

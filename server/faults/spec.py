@@ -3,10 +3,15 @@
     KIND:COMPONENT[@PLACE][:COUNT]     drop, zero, stale, shift, swap; forget, miscount
     KIND-writes[:ARGUMENT][:COUNT]     delay-writes:SECONDS, late-writes:SECONDS, fail-writes[:COMPONENT]
     KIND-message:TYPE[:COUNT]          drop-, duplicate-, reorder-, late-, corrupt-message
+    KIND-page:COMPONENT[:COUNT]        flip-page, vary-page
+    KIND-snapshot[:COUNT]              flip-snapshot, stale-snapshot, shift-snapshot
+    KIND-offer[:COUNT]                 overwrite-offer, evict-offer
+    collide-keys
     kill:PHASE[:COUNT]
     unchecked[:CHECK]
 
-COUNT is the number of rooms (or messages) that have the fault; without it all have. ``kill`` is for the COUNT-th room
+COUNT is the number of rooms (or messages) that have the fault; without it all have. Of faults of the prefix cache it
+counts the rooms for which something was cached. ``kill`` is for the COUNT-th room
 that enters the phase, without COUNT the first. ``@PATH`` reads faults from a file, one a line, again for every room, so
 that one pair of processes can be put through all of them; counts start anew when the file changes.
 """
@@ -68,6 +73,23 @@ class FaultKind(enum.StrEnum):
     CORRUPT_MESSAGE = "corrupt-message"
     """One byte of the frame is inverted."""
 
+    FLIP_PAGE = "flip-page"
+    """One bit of COMPONENT is inverted in the first cached page that a room takes over, or that is offered for it."""
+    VARY_PAGE = "vary-page"
+    """The same in a page that is offered, as if it had been computed so: its digest is of these bytes."""
+    FLIP_SNAPSHOT = "flip-snapshot"
+    """One bit of the snapshot that a room goes on from is inverted."""
+    STALE_SNAPSHOT = "stale-snapshot"
+    """The snapshot is that of the hit before, of another prefix."""
+    SHIFT_SNAPSHOT = "shift-snapshot"
+    """The snapshot is of an earlier boundary of the same prefix."""
+    OVERWRITE_OFFER = "overwrite-offer"
+    """Offered pages are forgotten as if nobody read them, and the last one is overwritten."""
+    EVICT_OFFER = "evict-offer"
+    """Offered pages are forgotten while the prefill node computes."""
+    COLLIDE_KEYS = "collide-keys"
+    """The content key of a page does not depend on its tokens."""
+
     KILL = "kill"
     """The process kills itself (SIGKILL) when a room enters PHASE."""
     UNCHECKED = "unchecked"
@@ -93,6 +115,11 @@ TIMED = frozenset({FaultKind.DELAY_WRITES, FaultKind.LATE_WRITES})
 WRITES = TIMED | {FaultKind.FAIL_WRITES}
 MESSAGES = frozenset(kind for kind in FaultKind if kind.endswith("-message"))
 
+SNAPSHOTS = frozenset({FaultKind.FLIP_SNAPSHOT, FaultKind.STALE_SNAPSHOT, FaultKind.SHIFT_SNAPSHOT})
+OFFERS = frozenset({FaultKind.OVERWRITE_OFFER, FaultKind.EVICT_OFFER})
+PREFIX = SNAPSHOTS | OFFERS | {FaultKind.FLIP_PAGE, FaultKind.VARY_PAGE}
+"""Faults of what was cached, of a room for which there is something."""
+
 PREFILL, DECODE = "prefill", "decode"
 PHASES = {
     PREFILL: ("pair", "queued", "prefill", "transfer", "commit", "committed"),
@@ -104,16 +131,21 @@ MESSAGE_TYPES = {
     DECODE: tuple(message.__name__ for message in get_args(FromDecode)),
 }
 """What each node sends."""
-COMPONENT = "COMPONENT"
+COMPONENT, PAGED = "COMPONENT", "PAGE COMPONENT"
+PAGED_NAMES = ("c4_kv", "c4_index", "c128_kv")
+"""The components that lie on pages."""
 _WHAT = {
+    **dict.fromkeys((FaultKind.FLIP_PAGE, FaultKind.VARY_PAGE), PAGED),
     **dict.fromkeys(TIMED, "SECONDS"),
     **dict.fromkeys(MESSAGES, "TYPE"),
     FaultKind.KILL: "PHASE",
     FaultKind.UNCHECKED: "CHECK",
 }
 """What the word behind a kind is; of all others it is a component."""
+_WITHOUT_TARGET = SNAPSHOTS | OFFERS | {FaultKind.COLLIDE_KEYS}
 _TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     COMPONENT: {PREFILL: tuple(LIVE_RULES), DECODE: tuple(LIVE_RULES)},
+    PAGED: {PREFILL: PAGED_NAMES, DECODE: PAGED_NAMES},
     "TYPE": MESSAGE_TYPES,
     "PHASE": PHASES,
     "CHECK": {PREFILL: tuple(Check), DECODE: tuple(Check)},
@@ -193,8 +225,18 @@ class FaultSet:
         return [*map(str, self.faults), *(f"@{file.path}" for file in self._files)]
 
     def of_room(self, room: str) -> tuple[Fault, ...]:
-        """The faults of the next ``room`` (named for the log): all but those of messages and phases."""
-        return self._take(room, lambda fault: fault.kind not in MESSAGES and fault.kind is not FaultKind.KILL)
+        """The faults of the next ``room`` (named for the log): all but those of messages, phases and what is cached."""
+        others = MESSAGES | PREFIX | {FaultKind.KILL, FaultKind.COLLIDE_KEYS}
+        return self._take(room, lambda fault: fault.kind not in others)
+
+    def of_cached(self, room: str) -> tuple[Fault, ...]:
+        """The faults of what is cached for the next ``room``."""
+        return self._take(room, lambda fault: fault.kind in PREFIX)
+
+    @property
+    def keys_collide(self) -> bool:
+        """Whether content keys do not depend on tokens now."""
+        return any(fault.kind is FaultKind.COLLIDE_KEYS for fault in self._current())
 
     def of_message(self, message_type: str) -> tuple[Fault, ...]:
         """The faults of the next outgoing message of this type."""
@@ -242,12 +284,13 @@ def parse_fault(spec: str, role: str | None = None) -> Fault:
         raise FaultError(f"fault {spec!r}: no kind {kind_name!r}; there are {', '.join(FaultKind)}")
     kind = FaultKind(kind_name)
     is_optional = kind in (FaultKind.UNCHECKED, FaultKind.FAIL_WRITES)
-    has_target = bool(arguments) and not (is_optional and arguments[0].isdecimal())
+    has_none = kind in _WITHOUT_TARGET
+    has_target = bool(arguments) and not has_none and not (is_optional and arguments[0].isdecimal())
     target = arguments.pop(0) if has_target else ""
-    if not target and not is_optional:
+    if not target and not is_optional and not has_none:
         raise FaultError(f"fault {spec!r}: say what it is for, {kind}:{_WHAT.get(kind, COMPONENT)}")
     count = arguments.pop(0) if arguments else ""
-    if arguments or (count and not count.isdecimal()):
+    if arguments or (count and (not count.isdecimal() or kind is FaultKind.COLLIDE_KEYS)):
         raise FaultError(f"fault {spec!r}: {':'.join([count, *arguments])!r} is no count")
     fault = _with_target(spec, kind, target)
     fault.left = int(count) if count else None
@@ -276,8 +319,10 @@ def _with_target(spec: str, kind: FaultKind, target: str) -> Fault:
 
 def _is_possible(fault: Fault, role: str) -> bool:
     """Whether the fault can happen on this node."""
-    if fault.kind is FaultKind.UNCHECKED:
+    if fault.kind in (FaultKind.UNCHECKED, FaultKind.FLIP_PAGE, FaultKind.COLLIDE_KEYS):
         return True
+    if fault.kind in OFFERS or fault.kind is FaultKind.VARY_PAGE:
+        return role == DECODE
     if fault.kind in MESSAGES or fault.kind is FaultKind.KILL:
         return fault.target in _TARGETS[_WHAT[fault.kind]][role]
     return role == (DECODE if fault.place is Place.MEMORY else PREFILL)

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from server.cache.allocator import Allocator
 from server.cache.arena import TORCH_DTYPES, Arena
 from server.cache.layout import ArenaLayout
+from server.cache.prefix import PrefixCache
 from server.cache.row_formats import chosen_index_dtype
 from server.cache.specs import LayoutError
 from server.chat.formats import ChatFormat
@@ -26,6 +27,7 @@ from server.engine.engine import Engine
 from server.engine.events import Command, Event
 from server.engine.runner import ModelRunner
 from server.engine.tokenizer import Tokenizer
+from server.faults.hooks import Hooks
 from server.faults.injection import hooks_of
 from server.faults.spec import FaultSet
 from server.kernels.choice import Kernels, choose_kernels
@@ -40,8 +42,8 @@ from server.model.packed import map_checkpoint
 from server.node.checks import check_device, transport_factory
 from server.node.context import NodeContext, NodeSettings
 from server.node.free_memory import FreeMemory, free_memory
-from server.node.memory_plan import MemoryPlan, packed_memory, plan_memory
-from server.node.options import NodeOptions
+from server.node.memory_plan import MemoryPlan, packed_memory, plan_memory, snapshot_size, snapshots_of
+from server.node.options import OFF, NodeOptions
 from server.node.progress import reading_progress
 from server.sizes import size
 from server.telemetry.traces import TraceExporter
@@ -79,15 +81,22 @@ class NodeResources:
             threads=self.options.threads,
             spec_tokens=self.settings.spec_tokens,
             cold_draft=cold_draft,
+            digest_pages=self.context.prefix_cache is not None,
             sample_kernel=self.sample_kernel,
         )
 
 
 def build_resources(
-    role: str, options: NodeOptions, guard: Guard | None = None, *, draft: bool = False, spec_tokens: int = 0
+    role: str,
+    options: NodeOptions,
+    guard: Guard | None = None,
+    *,
+    draft: bool = False,
+    spec_tokens: int = 0,
+    reuses_prefixes: bool = True,
 ) -> NodeResources:
     """Loads the checkpoint for a ``prefill`` or ``decode`` node (``role``), with its draft layer if ``draft``, and lays
-    out the pools for ``spec_tokens`` draft tokens a step.
+    out the pools for ``spec_tokens`` draft tokens a step. Only a node that ``reuses_prefixes`` has a cache of them.
 
     Raises one of :data:`server.node.run.STARTUP_ERRORS`.
     """
@@ -100,8 +109,15 @@ def build_resources(
     chat = _chat_format(tokenizer, options)
     free = _free_memory(options.device)
     budget = packed_memory(options, free)
+    config, takes_snapshots = load_config(options.model), role == "prefill"
     plan = plan_memory(
-        load_config(options.model), options, free, draft=draft, spec_tokens=spec_tokens, packed_memory=budget
+        config,
+        options,
+        free,
+        draft=draft,
+        spec_tokens=spec_tokens,
+        packed_memory=budget,
+        takes_snapshots=takes_snapshots,
     )
     for line in plan.lines():
         log.info("memory: %s", line)
@@ -115,6 +131,22 @@ def build_resources(
     def weights() -> dict[str, Any]:
         return asdict(model.weights_state())
 
+    identity = ModelIdentity(
+        model=loaded.fingerprint,
+        tokenizer=tokenizer.fingerprint,
+        dtype=options.dtype,
+        kernels=kernels.identity,
+        numerics=options.numerics,
+        deterministic=options.deterministic,
+    )
+    hooks = hooks_of(faults, arena)
+    cache = None
+    if reuses_prefixes and options.prefix_cache != OFF:
+        snapshots = 0
+        if takes_snapshots:
+            snapshots = snapshots_of(options, plan.geometry, snapshot_size(config, plan.geometry, options.dtype)).nbytes
+        cache = _prefix_cache(options, identity, arena, allocator, hooks, runner.drafts, snapshots)
+        metrics.watch_prefix(cache)
     metrics.show_kernels(kernels.identity, kernels.reason)
     if options.weights == "packed":
         watch_weights(metrics.registry, weights)
@@ -123,20 +155,14 @@ def build_resources(
         make_transport=transport_factory(options),
         arena=arena,
         allocator=allocator,
-        identity=ModelIdentity(
-            model=loaded.fingerprint,
-            tokenizer=tokenizer.fingerprint,
-            dtype=options.dtype,
-            kernels=kernels.identity,
-            numerics=options.numerics,
-            deterministic=options.deterministic,
-        ),
+        identity=identity,
         tokenizer=tokenizer,
         sampling_defaults=tokenizer.sampling_defaults,
         metrics=metrics,
         weights=weights,
-        hooks=hooks_of(faults, arena),
+        hooks=hooks,
         traces=TraceExporter(options.otlp, role, _instance(options), metrics.registry) if options.otlp else None,
+        prefix_cache=cache,
     )
     n_default = min(tokenizer.sampling_defaults.max_tokens, plan.context - 1)
     settings = NodeSettings(
@@ -159,11 +185,56 @@ def build_resources(
             "checkpoint_draft": loaded.draft_of_checkpoint,
             "chat_format": chat.name,
             "can_think": chat.can_think,
+            "prefix_cache": None if cache is None else _cache_facts(cache, options),
             "default_max_tokens": n_default,
             "default_max_tokens_pages": allocator.pages_for(n_default),
         },
     )
     return NodeResources(options, runner, kernels.sampler(options.threads), tokenizer, commands, context, settings)
+
+
+def _prefix_cache(
+    options: NodeOptions,
+    identity: ModelIdentity,
+    arena: Arena,
+    allocator: Allocator,
+    hooks: Hooks,
+    drafts: bool,
+    snapshot_nbytes: int,
+) -> PrefixCache:
+    """The cache of a node's pools. What decides about the bytes of a page or snapshot is in the root of its key."""
+    layout, budget = arena.layout, options.prefix_cache
+    index_dtype = chosen_index_dtype(options.kv_dtype, options.index_dtype)
+    return PrefixCache(
+        allocator,
+        arena.owners,
+        (
+            identity.model,
+            identity.tokenizer,
+            identity.dtype,
+            identity.numerics,
+            identity.kernels,
+            "deterministic" if identity.deterministic else "not deterministic",
+            options.kv_dtype,
+            index_dtype,
+            "draft" if drafts else "no draft",
+            str(layout.page_size),
+        ),
+        layout.page_size,
+        snapshot_nbytes=snapshot_nbytes,
+        max_pages=budget // layout.page_nbytes if isinstance(budget, int) and layout.page_nbytes else None,
+        key_of=hooks.page_key,
+    )
+
+
+def _cache_facts(cache: PrefixCache, options: NodeOptions) -> dict[str, Any]:
+    """What ``/server_info`` says of the cache: its limits, and what a hit is."""
+    inexact = "the last bits may differ from those of a prompt computed whole: the node is not deterministic"
+    return {
+        "max_cached_pages": cache.max_pages,
+        "max_snapshot_bytes": cache.snapshot_nbytes,
+        "hits": "exact, bit for bit" if options.deterministic else inexact,
+    }
 
 
 def _instance(options: NodeOptions) -> str:

@@ -10,29 +10,42 @@ from dataclasses import dataclass, replace
 
 from server.cache.capacity import fitted, item_nbytes, most_at_once, page_nbytes, slot_nbytes
 from server.cache.layout import ArenaLayout
+from server.cache.row_formats import ITEMSIZE
+from server.cache.snapshots import snapshot_nbytes
 from server.cache.specs import CacheGeometry, LayoutError, Scope
 from server.model.config import ModelConfig
 from server.model.state import state_components
 from server.model.weight_sizes import WeightSizes, weight_sizes
 from server.node.free_memory import FreeMemory, MemoryLimit
-from server.node.options import NodeOptions
+from server.node.options import OFF, NodeOptions
 from server.sizes import size
 
 LIBRARIES_NBYTES = 500 << 20
 """A node without weights and pools: Python, torch, Mooncake, the HTTP server."""
+_SNAPSHOTS_PART = 8
+"""Snapshots may take this part of the bytes of all pages."""
 _SHOWN_LENGTHS = (2048, 8192, 32768, 131072)
 """Tokens of the requests whose concurrency is told."""
 
 
 @dataclass(frozen=True)
+class Snapshots:
+    """What snapshots of prefixes may take, in main memory: ``nbytes`` in all, of ``one_nbytes`` each."""
+
+    nbytes: int = 0
+    one_nbytes: int = 0
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Bytes by purpose. ``geometry`` counts page and slot 0, which are never handed out; ``longest`` is the context in
-    tokens that the config allows.
+    tokens that the config allows. ``snapshots`` are those that lie where weights and pools do.
     """
 
     weights: WeightSizes
     geometry: CacheGeometry
     longest: int
+    snapshots: Snapshots = Snapshots()
 
     @property
     def pools(self) -> int:
@@ -41,7 +54,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """All that a node keeps in memory."""
-        return self.weights.loaded + self.pools + LIBRARIES_NBYTES
+        return self.weights.loaded + self.pools + self.snapshots.nbytes + LIBRARIES_NBYTES
 
     @property
     def pages(self) -> int:
@@ -67,8 +80,10 @@ class MemoryPlan:
     def parts(self) -> str:
         """The sum in words."""
         pools = f"{size(self.pools)} for {self.pages:,} pages and {self.slots:,} slots"
+        snapshots = f", {size(self.snapshots.nbytes)} snapshots" if self.snapshots.nbytes else ""
         mapped = f", {size(self.weights.mapped)} more stay in their files" if self.weights.mapped else ""
-        return f"{size(self.weights.loaded)} weights, {pools}, about {size(LIBRARIES_NBYTES)} libraries{mapped}"
+        libraries = f"about {size(LIBRARIES_NBYTES)} libraries"
+        return f"{size(self.weights.loaded)} weights, {pools}{snapshots}, {libraries}{mapped}"
 
     def lines(self) -> Iterator[str]:
         """The plan as a table: what every component takes, and what fits."""
@@ -82,6 +97,9 @@ class MemoryPlan:
                 f"{'a page' if is_page else 'a slot'} = {one:>11,} B, {size(one * items)} in all"
             )
         yield f"a page of {geometry.page_size} tokens {self.page_nbytes:,} B, a slot {self.slot_nbytes:,} B"
+        if (snapshots := self.snapshots).nbytes:
+            n_snapshots = snapshots.nbytes // snapshots.one_nbytes
+            yield f"snapshots of prefixes {snapshots.one_nbytes:,} B, at most {n_snapshots:,} at once"
         lengths = [n for n in _SHOWN_LENGTHS if n < self.context] + [self.context]
         at_once = ", ".join(f"{most_at_once(geometry, n):,} of {n:,} tokens" for n in lengths)
         yield f"longest prompt {self.context - 1:,} tokens; requests at once: {at_once}"
@@ -95,9 +113,11 @@ def plan_memory(
     draft: bool,
     spec_tokens: int,
     packed_memory: int | None = None,
+    takes_snapshots: bool = False,
 ) -> MemoryPlan:
     """The plan of a node. ``free`` is what ``--memory`` is a part of, and what must hold weights and pools; None: not
-    known. ``packed_memory`` is the most memory for weights that stay in their files; None: they are loaded.
+    known. ``packed_memory`` is the most memory for weights that stay in their files; None: they are loaded. Snapshots
+    of prefixes count where the model is on the CPU.
 
     Raises :class:`LayoutError` with the numbers for what does not fit.
     """
@@ -121,14 +141,38 @@ def plan_memory(
     if packed_memory is not None:
         weights = weights.within(packed_memory)
     plan = MemoryPlan(weights, geometry, config.max_position_embeddings)
+    one_nbytes = snapshot_size(config, geometry, options.dtype) if takes_snapshots and options.device == "cpu" else 0
     if options.memory is not None:
-        plan = _within(plan, options, options.memory, free)
-    if free is not None and plan.weights.loaded + plan.pools > free.nbytes:
+        plan = _within(plan, options, options.memory, free, one_nbytes)
+    elif one_nbytes:
+        plan = replace(plan, snapshots=snapshots_of(options, plan.geometry, one_nbytes))
+    if free is not None and plan.total - LIBRARIES_NBYTES > free.nbytes:
         raise LayoutError(
             f"{size(plan.total)} needed ({plan.parts()}), {size(free.nbytes)} free ({free.limit}): "
             f"{less_memory(options)}"
         )
     return plan
+
+
+def snapshot_size(config: ModelConfig, geometry: CacheGeometry, dtype: str) -> int:
+    """Bytes of one snapshot of a prefix."""
+    streams_nbytes = config.hc_mult * config.hidden_size * ITEMSIZE[dtype]
+    return snapshot_nbytes(ArenaLayout.from_geometry(geometry), streams_nbytes)
+
+
+def snapshots_of(options: NodeOptions, geometry: CacheGeometry, one_nbytes: int) -> Snapshots:
+    """What ``--prefix-cache`` gives to snapshots of ``one_nbytes`` each."""
+    if options.prefix_cache == OFF:
+        return Snapshots()
+    if isinstance(options.prefix_cache, int):
+        return Snapshots(options.prefix_cache, one_nbytes)
+    return default_snapshots(geometry, one_nbytes)
+
+
+def default_snapshots(geometry: CacheGeometry, one_nbytes: int) -> Snapshots:
+    """An eighth of the bytes of all pages, or one for each slot if that is more."""
+    pages, slots = geometry.pages - 1, geometry.slots - 1
+    return Snapshots(max(pages * page_nbytes(geometry) // _SNAPSHOTS_PART, slots * one_nbytes), one_nbytes)
 
 
 def packed_memory(options: NodeOptions, free: FreeMemory | None) -> int | None:
@@ -144,20 +188,30 @@ def packed_memory(options: NodeOptions, free: FreeMemory | None) -> int | None:
     return free.nbytes // 2
 
 
-def _within(plan: MemoryPlan, options: NodeOptions, limit: MemoryLimit, free: FreeMemory | None) -> MemoryPlan:
-    """``plan`` with the pages and slots that ``limit`` leaves room for; those that are given stay."""
+def _within(
+    plan: MemoryPlan, options: NodeOptions, limit: MemoryLimit, free: FreeMemory | None, one_nbytes: int
+) -> MemoryPlan:
+    """``plan`` with the pages and slots that ``limit`` leaves room for; those that are given stay.
+
+    If snapshots of ``one_nbytes`` are taken (0: none), their share is that of the pools that would fit without them.
+    """
     allowed = limit.of(free)
     first = plan.weights.loaded + LIBRARIES_NBYTES
     longest = plan.longest + plan.geometry.spec_tokens
     given = f"--memory {limit.text} allows {size(allowed)}"
+    given_items = {"pages": options.pages or None, "slots": options.slots or None}
+    snapshots = Snapshots()
     try:
-        geometry = fitted(
-            plan.geometry, allowed - first, longest, pages=options.pages or None, slots=options.slots or None
-        )
+        geometry = fitted(plan.geometry, allowed - first, longest, **given_items)
+        if one_nbytes:
+            snapshots = snapshots_of(options, geometry, one_nbytes)
+            geometry = fitted(plan.geometry, allowed - first - snapshots.nbytes, longest, **given_items)
     except LayoutError as error:
         parts = f"{size(plan.weights.loaded)} weights and about {size(LIBRARIES_NBYTES)} libraries"
+        if snapshots.nbytes:
+            parts += f" and {size(snapshots.nbytes)} snapshots"
         raise LayoutError(f"{given}, of which {parts} are needed: {error}; {less_memory(options)}") from error
-    fit = replace(plan, geometry=geometry)
+    fit = replace(plan, geometry=geometry, snapshots=snapshots)
     if fit.total > allowed:
         raise LayoutError(f"{given}, {size(fit.total)} are needed ({fit.parts()}): {less_memory(options)}")
     return fit

@@ -18,6 +18,8 @@ MAX_THREADS = 1024
 """A typing error must not take all threads of a machine."""
 MAX_KEPT_ROOMS = 10_000
 PAGES, SLOTS = 256, 32
+OFF, AUTO = "off", "auto"
+"""Of ``--prefix-cache``."""
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "assets" / "tiny-dsv4"
 
 
@@ -81,6 +83,14 @@ def positive(text: str) -> int:
     return value
 
 
+def count(text: str) -> int:
+    """A whole number from 0 on, as an option's type."""
+    value = whole_number(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is less than 0")
+    return value
+
+
 def thread_count(text: str) -> int:
     value = positive(text)
     if value > MAX_THREADS:
@@ -114,6 +124,11 @@ def memory_size(text: str) -> int:
     if not nbytes:
         raise argparse.ArgumentTypeError("0 bytes are no memory")
     return nbytes
+
+
+def prefix_cache_size(text: str) -> str | int:
+    """``off``, ``auto``, or bytes, as an option's type."""
+    return text if text in (OFF, AUTO) else memory_size(text)
 
 
 def device_name(text: str) -> str:
@@ -250,6 +265,15 @@ class NodeOptions:
         "memory", f"requests that can run at once (default: {SLOTS}, or by --memory)", type=positive, metavar="N"
     )
     page_size: int = option("memory", "tokens of one page", default=256, type=positive, metavar="N")
+    prefix_cache: str | int = option(
+        "memory",
+        "keep complete pages of requests that are over, for prompts that begin alike (docs/memory.md). off: none; "
+        "auto: all that is free, and on a prefill node snapshots of an eighth of the bytes of all pages, or of one for "
+        "each slot if that is more; BYTES, such as 2GiB: at most so many of pages that nobody reads, and of snapshots",
+        default=AUTO,
+        type=prefix_cache_size,
+        metavar="BYTES",
+    )
     poison: bool = option("memory", "fill free memory with NaN, so that stray reads show", default=False)
 
     host: str = option("network", "address to listen on, IPv4 or IPv6", default="127.0.0.1", type=host_name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from server.cache.digest import StateParts
+from server.cache.digest import PageRanges, StateParts
 from server.failure import Failure
 from server.transfer.plan import Rows
 from server.transfer.protocol import Abort, Committed, PromptLogprobsReceived, Rejected, Reserve
@@ -18,7 +18,16 @@ from server.transfer.rooms import Forget, GivenUp, PeerLost, Send, Tick
 
 @dataclass(frozen=True)
 class Admitted:
-    """The room has a slot and pages, and the engine has the request."""
+    """The room has a slot and pages, and the engine has the request. Of the prompt ``n_reused`` tokens need not be
+    computed.
+    """
+
+    n_reused: int = 0
+
+
+@dataclass(frozen=True)
+class CacheDamaged:
+    """The engine will not compute on from what the cache gave, and will not touch the room's memory again."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +69,15 @@ class EngineIdle:
 class Pushed:
     """The node handed a batch to the sender (``batch_id`` None: there was nothing to write). ``last`` with the tail.
 
-    ``pieces`` are counted by component.
+    ``pieces`` are counted by component. ``held`` are the pages of this batch and of those before that were not written,
+    because the decode node has them.
     """
 
     batch_id: int | None
     rows: tuple[Rows, ...]
     pieces: Mapping[str, int]
     last: bool
+    held: PageRanges = ()
 
 
 @dataclass(frozen=True)
@@ -92,8 +103,8 @@ class Cleaned:
 
 
 PrefillEvent = (
-    Reserve | Abort | Committed | Rejected | PromptLogprobsReceived | GivenUp | Admitted | QueueMoved | Advanced
-    | Scored | Computed | EngineIdle | Pushed | BatchEnded | SenderGone | Cleaned | PeerLost | Tick
+    Reserve | Abort | Committed | Rejected | PromptLogprobsReceived | GivenUp | Admitted | CacheDamaged | QueueMoved
+    | Advanced | Scored | Computed | EngineIdle | Pushed | BatchEnded | SenderGone | Cleaned | PeerLost | Tick
 )  # fmt: skip
 
 
@@ -110,6 +121,11 @@ class PushPages:
 @dataclass(frozen=True)
 class PushTail:
     """Send everything that was not sent yet."""
+
+
+@dataclass(frozen=True)
+class QueueAgain:
+    """Give the room's slot and pages back, and let it be the next one, without what the cache has."""
 
 
 @dataclass(frozen=True)
@@ -132,4 +148,4 @@ class Release:
     """Give the room's slot and pages back."""
 
 
-PrefillAction = Send | PushPages | PushTail | CancelEngine | CancelPush | Clean | Release | Forget
+PrefillAction = Send | PushPages | PushTail | QueueAgain | CancelEngine | CancelPush | Clean | Release | Forget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from server.engine.request import GenerationRequest
+from server.failure import Failure
 from server.prefill.decode_peer import DecodePeer
 from server.prefill.request import PrefillRequest
 from server.prefill.room import PrefillPhase
@@ -51,6 +52,14 @@ def note_phase(records: RoomRecords, req: PrefillRequest, now: float) -> None:
         records.end(record, "committed", now)
 
 
+def note_refused_hit(req: PrefillRequest, failure: Failure, now: float) -> None:
+    """What the cache gave is damaged: the room waits in the queue again, for memory of its own."""
+    if req.room.active:
+        req.record.attempt_failed(failure)
+        req.record.attempt(req.key.epoch, req.peer.name, None, 0)
+        req.record.try_again(now, PhaseName.PREFILL_QUEUE)
+
+
 def count_end(metrics: NodeMetrics, req: PrefillRequest, end: Forget) -> None:
     """A room is over on this side."""
     room = req.room
@@ -60,3 +69,5 @@ def count_end(metrics: NodeMetrics, req: PrefillRequest, end: Forget) -> None:
     if end.outcome == "committed" and room.done is not None:
         metrics.phase("digest", room.done.timings.digest_s)
         metrics.transferred(req.peer.name, room.done)
+        metrics.reused(room.done.n_reused)
+        metrics.held(req.peer.name, sum(sent.held_nbytes for sent in room.done.sent))

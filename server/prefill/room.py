@@ -3,6 +3,7 @@
     QUEUED -> PREFILL -> TRANSFER -> COMMIT -> COMMITTED
        \\________\\__________\\__________\\----> ENDING
 
+From PREFILL it goes back to QUEUED once, if what the cache gave for its prompt is damaged.
 ``Quiesced`` is sent only when the engine and the sender are both idle and every piece ended applied or refused.
 """
 
@@ -18,6 +19,7 @@ from server.prefill.events import (
     Admitted,
     Advanced,
     BatchEnded,
+    CacheDamaged,
     CancelEngine,
     CancelPush,
     Clean,
@@ -29,6 +31,7 @@ from server.prefill.events import (
     Pushed,
     PushPages,
     PushTail,
+    QueueAgain,
     QueueMoved,
     Release,
     Scored,
@@ -84,6 +87,8 @@ class PrefillRoom:
         self.failure: Failure | None = None
         self.phase_s: dict[str, float] = {}
         self.n_tokens = n_tokens
+        self.n_reused = 0
+        """Tokens of the prompt that the cache had the state of."""
         self._deadlines = deadlines
         self.done: Done | None = None
         self._computed: Computed | None = None
@@ -95,6 +100,7 @@ class PrefillRoom:
         self._writes_ended = True
         self._pieces: Counter[str] = Counter()
         self._sent: dict[str, Rows] = {}
+        self._held: PageRanges = ()
         self._n_chunks = 0
         self._received_at = now
         self._writing_s, self._writing_since = 0.0, now
@@ -131,8 +137,11 @@ class PrefillRoom:
                 return self._end(event.failure, now) if self.active else []
             case Admitted():
                 self._engine_busy = self._holds_memory = True
+                self.n_reused = event.n_reused
                 self._enter(PrefillPhase.PREFILL, now)
                 return [self._progress(now)]
+            case CacheDamaged():
+                return self._on_cache_damaged(now)
             case QueueMoved():
                 if self.phase is PrefillPhase.QUEUED:
                     self._alive = now
@@ -183,11 +192,20 @@ class PrefillRoom:
         self.acknowledged = self._settled = True
         return [Clean()]
 
+    def _on_cache_damaged(self, now: float) -> list[PrefillAction]:
+        self._engine_busy = False
+        if self.phase is not PrefillPhase.PREFILL:
+            return self._settle(now)
+        self._holds_memory = False
+        self.n_reused = 0
+        self._enter(PrefillPhase.QUEUED, now)
+        return [QueueAgain()]
+
     def _on_advanced(self, n_computed: int, now: float) -> list[PrefillAction]:
         if self.phase is not PrefillPhase.PREFILL:
             return []
         self._n_computed, self._alive = n_computed, now
-        self._n_chunks += 1
+        self._n_chunks += n_computed > self.n_reused  # the first report may be of the cache's part alone
         return [PushPages(n_computed), self._progress(now)]
 
     def _on_scored(self, rows: bytes, now: float) -> list[PrefillAction]:
@@ -218,8 +236,8 @@ class PrefillRoom:
         self._engine_busy = False
         if self.phase is not PrefillPhase.PREFILL:
             return self._settle(now)
+        self._n_chunks += self._n_computed < self.n_tokens
         self._computed, self._n_computed = computed, self.n_tokens
-        self._n_chunks += 1
         self._enter(PrefillPhase.TRANSFER, now)
         self._reported = now - self._progress_s  # due at the next tick: most transfers are over by then
         return [PushTail()]
@@ -239,8 +257,10 @@ class PrefillRoom:
         for rows in pushed.rows:
             before = self._sent.get(rows.component)
             if before is not None:
-                rows = Rows(rows.component, before.start, rows.stop, before.nbytes + rows.nbytes)
+                nbytes, held_nbytes = before.nbytes + rows.nbytes, before.held_nbytes + rows.held_nbytes
+                rows = Rows(rows.component, before.start, rows.stop, nbytes, held_nbytes)
             self._sent[rows.component] = rows
+        self._held = pushed.held
         return self._finish_transfer(now)
 
     def _on_batch_ended(self, ended: BatchEnded, now: float) -> list[PrefillAction]:
@@ -270,12 +290,12 @@ class PrefillRoom:
             return self._end(Failure("no_digest", "the engine reported no digest of a wanted component"), now)
         self._enter(PrefillPhase.COMMIT, now)
         self._resend = Resend(self._deadlines.resend_s, self._deadlines.resend_cap_s, now)
-        held: PageRanges = ()
         self.done = Done(
             **self._ids,
             n=self.n_tokens,
-            held=held,
-            sent=tuple(_sent(rows, computed.parts, held) for rows in self._sent.values()),
+            held=self._held,
+            n_reused=self.n_reused,
+            sent=tuple(_sent(rows, computed.parts, self._held) for rows in self._sent.values()),
             pieces=dict(self._pieces),
             timings=Timings(
                 received_at=self._received_at,
@@ -350,7 +370,7 @@ class PrefillRoom:
         return [Forget(outcome, self.failure.code, self._writes_ended)]
 
     def _enter(self, phase: PrefillPhase, now: float) -> None:
-        self.phase_s[self.phase.value] = now - self._entered
+        self.phase_s[self.phase.value] = self.phase_s.get(self.phase.value, 0.0) + now - self._entered
         self.phase, self._entered, self._alive = phase, now, now
 
     def _send_state(self) -> Send:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 
 from server.engine.events import (
@@ -16,10 +17,12 @@ from server.engine.events import (
     ComputeFailed,
     Event,
     Finished,
+    HitRefused,
     PrefillFinished,
     PromptScored,
     Scrub,
     Scrubbed,
+    SnapshotTaken,
 )
 from server.engine.generation import NodeGeneration
 from server.engine.prompt_logprobs import ENTRY_NBYTES
@@ -33,6 +36,7 @@ from server.prefill.events import (
     Admitted,
     Advanced,
     BatchEnded,
+    CacheDamaged,
     CancelEngine,
     CancelPush,
     Clean,
@@ -43,6 +47,7 @@ from server.prefill.events import (
     PrefillEvent,
     PushPages,
     PushTail,
+    QueueAgain,
     QueueMoved,
     Release,
     Scored,
@@ -50,7 +55,7 @@ from server.prefill.events import (
 )
 from server.prefill.kv_sender import SendResult
 from server.prefill.probe import ProbeKey, ProbeWriter
-from server.prefill.recording import count_end, note_phase, open_record
+from server.prefill.recording import count_end, note_phase, note_refused_hit, open_record
 from server.prefill.request import Batch, Outgoing, PrefillRequest, n_tokens_of, read_request
 from server.prefill.room import PrefillPhase, PrefillRoom, failed_message
 from server.prefill.room_memory import RoomMemory, placement_failure
@@ -242,6 +247,7 @@ class PrefillRoomManager:
             failure = self.routed_rooms.join(req, failure)
         self.step(req, reserve if failure is None else GivenUp(failure))
         if room.active:
+            self._memory.look_up(req)
             self.queue.append(req)
             self._admit()
 
@@ -269,16 +275,36 @@ class PrefillRoomManager:
     # --- rooms --------------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Gives the head of the queue a slot, pages and the engine, again and again while there are any."""
-        while self.queue:
-            req = self.queue[0]
-            if req.room.phase is not PrefillPhase.QUEUED:
-                self.queue.popleft()
-                continue
-            if not self._memory.grant(req):
-                return
-            self.queue.popleft()
-            self._start(req)
+        """Gives rooms a slot, pages and the engine, the first one of the queue first, while there are any.
+
+        One that waits for what another room is about to compute lets those behind it go first.
+        """
+        for req in list(self.queue):
+            if req.room.phase is PrefillPhase.QUEUED:
+                others = self._under_way()
+                if self._memory.waits(req, others):
+                    continue
+                if not self._grant(req, others):
+                    return
+            if req in self.queue:
+                self.queue.remove(req)
+            if req.placement is not None and req.room.phase is PrefillPhase.QUEUED:
+                self._start(req)
+
+    def _grant(self, req: PrefillRequest, others: list[PrefillRequest]) -> bool:
+        """Whether the room needs no more memory: it has some, or has failed."""
+        try:
+            return self._memory.grant(req, others)
+        except Exception as error:
+            log.exception("%s got no memory", req.key)
+            self._memory.give_back(req)
+            self.step(req, GivenUp(internal_error("prefill", error)))
+            return True
+
+    def _under_way(self) -> list[PrefillRequest]:
+        """Rooms of which the prompt is to be computed, or is being computed."""
+        phases = (PrefillPhase.QUEUED, PrefillPhase.PREFILL)
+        return [req for req in self.reqs.values() if req.room.phase in phases]
 
     def _start(self, req: PrefillRequest) -> None:
         try:
@@ -291,7 +317,7 @@ class PrefillRoomManager:
             self.step(req, GivenUp(failure))
             return
         self._submit_command(command)  # first of all: the engine can begin
-        self.step(req, Admitted())
+        self.step(req, Admitted(0 if req.prefix is None else req.prefix.n_reused))
         self._queue_moved()
         self._plan_ahead(req)
 
@@ -313,6 +339,8 @@ class PrefillRoomManager:
         try:
             actions = req.room.handle(event, now)
             if req.room.phase is not phase:
+                if req.prefix is not None and req.room.phase is not PrefillPhase.PREFILL:
+                    req.prefix.ended()
                 self._hooks.entered(req.room.phase)
                 note_phase(self.records, req, now)
         except Exception as error:
@@ -341,6 +369,10 @@ class PrefillRoomManager:
             case PushTail() if req.outgoing is not None:
                 push = partial(self._push_tail, req, req.outgoing)
                 self._hooks.before_tail(req.key, push, lambda: req.room.phase is PrefillPhase.TRANSFER)
+            case QueueAgain():
+                self._memory.give_back(req)
+                self.queue.appendleft(req)
+                self._admit()
             case CancelEngine():
                 self._submit_command(Cancel(req.key))
             case CancelPush():
@@ -396,7 +428,17 @@ class PrefillRoomManager:
         match event:
             case ChunkComputed():
                 self._queue_moved()
+                self._note_pages(req, event.pages)
                 self.step(req, Advanced(event.n_computed))
+                self._keep_pages(req, event.pages)
+            case SnapshotTaken():
+                self._memory.keep_snapshot(req, event.snapshot)
+                self._admit()  # some may have waited for it
+            case HitRefused():
+                self._metrics.check_failed(event.failure)
+                self._memory.refused(req, event)
+                note_refused_hit(req, event.failure, self._clock())
+                self.step(req, CacheDamaged())
             case PromptScored():
                 self._metrics.prompt_logprobs(len(event.rows) // ENTRY_NBYTES)
                 if req.scores_kept is not None:
@@ -404,7 +446,10 @@ class PrefillRoomManager:
                 self.step(req, Scored(event.rows))
             case PrefillFinished():
                 req.first = event.first
+                self._note_pages(req, event.pages)
                 self.step(req, Computed(event.parts, event.prefill_s, event.digest_s))
+                self._keep_pages(req, event.pages)
+                self._admit()
             case Finished():
                 self.step(req, EngineIdle())
             case ComputeFailed():
@@ -414,6 +459,18 @@ class PrefillRoomManager:
                 self.step(req, Cleaned())
             case _:
                 pass
+
+    def _note_pages(self, req: PrefillRequest, digests: Sequence[bytes]) -> None:
+        """The next pages of a room are complete: it is known which of them its decode node has."""
+        if req.outgoing is not None:
+            req.outgoing.pages_complete(digests)
+
+    def _keep_pages(self, req: PrefillRequest, digests: Sequence[bytes]) -> None:
+        try:
+            self._memory.keep_pages(req, digests)
+        except Exception as error:
+            log.exception("the pages of %s could not be kept", req.key)
+            self.step(req, GivenUp(internal_error("prefill", error)))
 
     def _on_sent(self, result: SendResult) -> None:
         """Takes a sender's result (in the event loop)."""

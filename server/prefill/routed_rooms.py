@@ -322,7 +322,7 @@ class RoutedRooms:
         if room.phase is PrefillPhase.COMMITTED and req.first is not None:
             output = _first_output(self._tokenizer, half.request, req.first)
             self._let_go(half)
-            half.generation.set_route(RouteInfo(self.address, half.room))
+            half.generation.set_route(RouteInfo(self.address, half.room, cached_tokens=room.n_reused))
             n_top = req.request.sampling.prompt_logprobs
             if req.scores_kept is not None and n_top is not None:
                 half.generation.prompt_logprobs = PromptLogprobs(n_top, req.scores_kept)

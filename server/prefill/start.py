@@ -24,7 +24,7 @@ async def load_and_serve(
     draft = has_draft(options.model) if options.draft is None else options.draft == "on"
     resources = build_resources("prefill", options, keys.guard, draft=draft)
     settings = PrefillSettings(
-        **vars(resources.settings),
+        **vars(resources.settings) | {"snapshot_every": options.snapshot_every},
         bootstrap_host=options.host,
         bootstrap_port=bootstrap.getsockname()[1],
         bootstrap_listener=bootstrap,

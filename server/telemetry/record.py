@@ -75,7 +75,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 class Tokens(msgspec.Struct, frozen=True):
     """``max_new`` were asked for at most. ``generated`` came in ``steps`` outputs, from ``proposed`` draft tokens of
-    which ``accepted`` stood.
+    which ``accepted`` stood. ``reused`` of the prompt's were not computed, but found in the prefill node's cache.
     """
 
     prompt: int
@@ -84,15 +84,18 @@ class Tokens(msgspec.Struct, frozen=True):
     steps: int
     proposed: int
     accepted: int
+    reused: int
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """What moved. ``nbytes`` by component; ``pieces`` are contiguous writes, by component, or ``pages`` for whole pages
-    of several components. Some of it was under way for ``writing_us``, which is ``gb_s``. ``compute_us`` and
-    ``digest_us`` are the engine's part of the phase ``prefill``, in ``chunks`` steps.
+    """What moved. ``nbytes`` by component, beside ``held_nbytes`` that the decode node had already; ``pieces`` are
+    contiguous writes, by component, or ``pages`` for whole pages of several components. Some of it was under way for
+    ``writing_us``, which is ``gb_s``. ``compute_us`` and ``digest_us`` are the engine's part of the phase ``prefill``,
+    in ``chunks`` steps.
     """
 
     nbytes: dict[str, int]
+    held_nbytes: dict[str, int]
     pieces: dict[str, int]
     writing_us: int
     gb_s: float | None

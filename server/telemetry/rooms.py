@@ -51,6 +51,7 @@ class RoomRecorder:
         "n_generated",
         "n_prompt",
         "n_proposed",
+        "n_reused",
         "n_steps",
         "node",
         "outcome",
@@ -75,7 +76,7 @@ class RoomRecorder:
     ) -> None:
         self.node, self.room, self.request_id = node, room, request_id
         self.n_prompt, self.max_new, self.span = n_prompt, max_new, span
-        self.n_generated = self.n_steps = self.n_proposed = self.n_accepted = 0
+        self.n_generated = self.n_steps = self.n_proposed = self.n_accepted = self.n_reused = 0
         self.first_token_at: float | None = None
         self.token_at = began
         self.failure: Failure | None = None
@@ -135,10 +136,10 @@ class RoomRecorder:
             last = self._attempts[-1]
             self._attempts[-1] = Attempt(last.epoch, last.peer, last.slot, last.n_pages, _failure(failure))
 
-    def try_again(self, now: float) -> None:
-        """Another attempt begins, without memory."""
+    def try_again(self, now: float, phase: PhaseName = PhaseName.QUEUE) -> None:
+        """Another attempt begins, without memory: in ``phase`` it waits for it."""
         self.n_attempts += 1
-        self.enter(PhaseName.QUEUE, now)
+        self.enter(phase, now)
 
     def join(self, half: Timings, now: float) -> None:
         """``Done`` has come: the phases since ``Reserve`` was sent are the prefill node's own, from here on.
@@ -165,8 +166,10 @@ class RoomRecorder:
     def moved(self, done: Done) -> None:
         """All of the state is there."""
         timings, nbytes = done.timings, {sent.component: sent.nbytes for sent in done.sent}
+        self.n_reused = done.n_reused
         self._transfer = Transfer(
             nbytes=nbytes,
+            held_nbytes={sent.component: sent.held_nbytes for sent in done.sent if sent.held_nbytes},
             pieces=done.pieces,
             writing_us=round(1e6 * timings.writing_s),
             gb_s=sum(nbytes.values()) / timings.writing_s / 1e9 if timings.writing_s else None,
@@ -229,7 +232,13 @@ class RoomRecorder:
             phases=phases,
             attempts=tuple(self._attempts),
             tokens=Tokens(
-                self.n_prompt, self.max_new, self.n_generated, self.n_steps, self.n_proposed, self.n_accepted
+                self.n_prompt,
+                self.max_new,
+                self.n_generated,
+                self.n_steps,
+                self.n_proposed,
+                self.n_accepted,
+                self.n_reused,
             ),
             transfer=self._transfer,
             clocks=self._clocks,

@@ -10,6 +10,8 @@ from server.cache.allocator import Allocator, ItemState
 MAX_CELLS = 4096
 _LETTERS = {
     ItemState.FREE: ord("."),
+    ItemState.CACHED: ord("K"),
+    ItemState.SHARED: ord("S"),
     ItemState.RESERVED: ord("R"),
     ItemState.COMMITTED: ord("C"),
     ItemState.QUARANTINED: ord("Q"),
@@ -21,7 +23,7 @@ _RANKS = list(_LETTERS.values())
 def memory_state(allocator: Allocator) -> dict[str, Any]:
     """``slots`` and ``pages``: how many are in each state, and a letter for each (or for ``per_cell`` of them).
 
-    It takes the time of a look at every slot and page in use.
+    It takes the time of a look at every slot and page that is not free.
     """
     counts, grants = allocator.counts(), allocator.grants()
     slots = bytearray(b"." * sum(counts["slots"].values()))
@@ -31,6 +33,8 @@ def memory_state(allocator: Allocator) -> dict[str, Any]:
         slots[placement.slot - 1] = letter
         for page in placement.pages:
             pages[page - 1] = letter
+    for page, state in allocator.cached_pages().items():
+        pages[page - 1] = _LETTERS[state]
     return {"slots": _shown(counts["slots"], slots), "pages": _shown(counts["pages"], pages)}
 
 

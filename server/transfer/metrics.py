@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from server.cache.allocator import Allocator, ItemState
+from server.cache.prefix import PrefixCache
 from server.failure import KINDS, Failure
 from server.transfer.checks import PLACEMENT, Check
 from server.transfer.manifest import AUTH, PEERS, Manifest
@@ -27,6 +31,12 @@ DROPPED = (
 """Of ``pd_control_frames_dropped_total``; docs/protocol.md says what they are."""
 HANDSHAKES = ("key", "mechanism", "address", "protocol", "broken_off")
 """Of ``pd_control_handshakes_refused_total``."""
+
+
+OF_SLOTS: tuple[ItemState, ...] = tuple(
+    state for state in ItemState if state not in (ItemState.SHARED, ItemState.CACHED)
+)
+"""Only pages are shared, or cached."""
 
 
 class NodeMetrics:
@@ -107,6 +117,17 @@ class NodeMetrics:
             "pd_fences", "Transport sessions closed to make quarantined memory safe.", registry=registry
         )
 
+        self._reused = Counter(
+            "pd_prefix_reused_tokens",
+            "Prompt tokens that were not computed: their state was in the prefill node's cache.",
+            registry=registry,
+        )
+        self._held = Counter(
+            "pd_prefix_held_bytes",
+            "State bytes that were not transferred, because the decode node held the same, by the other node.",
+            ["peer"],
+            registry=registry,
+        )
         self._checks = Counter(
             "pd_check_failures",
             "Rooms that this node refused, by check and state component.",
@@ -130,13 +151,17 @@ class NodeMetrics:
         quarantine_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Reads the gauges from their owners whenever the metrics are scraped."""
-        for gauge, kind in ((self._slots, "slots"), (self._pages, "pages")):
-            for state in ItemState:
+        for gauge, kind, states in ((self._slots, "slots", OF_SLOTS), (self._pages, "pages", tuple(ItemState))):
+            for state in states:
                 gauge.labels(state.value).set_function(partial(_count, allocator, kind, state))
         self._queued.set_function(queued)
         self._running.set_function(running)
         self._peers.set_function(peers)
         self._quarantine.set_function(quarantine_s)
+
+    def watch_prefix(self, cache: PrefixCache) -> None:
+        """Adds what the cache of prefixes counts and keeps, read whenever the metrics are scraped."""
+        self.registry.register(_PrefixMetrics(cache))
 
     def expect(self, role: str, components: Sequence[str]) -> None:
         """Every series that the node of ``role`` may have exists from now on: a graph that has none shows a mistake."""
@@ -144,8 +169,9 @@ class NodeMetrics:
             self._bytes.labels(component)
             for check in (*Check, PLACEMENT):
                 self._checks.labels(check, component)
-        for state in ItemState:
+        for state in OF_SLOTS:
             self._slots.labels(state.value)
+        for state in ItemState:
             self._pages.labels(state.value)
         self._rooms.labels("committed", "")
         self._rooms.labels("aborted", "aborted")
@@ -190,6 +216,15 @@ class NodeMetrics:
         if writing_s:
             self._speed.labels(peer).set(nbytes / writing_s / 1e9)
 
+    def reused(self, n_tokens: int) -> None:
+        """So many tokens of a prompt are taken from the cache instead of computed."""
+        self._reused.inc(n_tokens)
+
+    def held(self, peer: str, nbytes: int) -> None:
+        """So many bytes of a room's state need not be transferred, to or from ``peer``."""
+        if peer in self._known_peers:
+            self._held.labels(peer).inc(nbytes)
+
     def moved(self) -> dict[str, Any]:
         """What was transferred so far: ``nbytes`` by component, ``pieces``, and the same of each of the ``peers``."""
         nbytes, pieces, seconds = (_values(m) for m in (self._peer_bytes, self._peer_pieces, self._peer_seconds))
@@ -209,7 +244,7 @@ class NodeMetrics:
 
     @property
     def _of_peer(self) -> tuple[Counter | Gauge, ...]:
-        return self._peer_bytes, self._peer_pieces, self._peer_seconds, self._speed
+        return self._peer_bytes, self._peer_pieces, self._peer_seconds, self._speed, self._held
 
     def room_ended(self, outcome: str, reason: str) -> None:
         self._rooms.labels(outcome, reason).inc()
@@ -242,6 +277,31 @@ class NodeMetrics:
 
     def fenced(self) -> None:
         self._fences.inc()
+
+
+class _PrefixMetrics(Collector):
+    """What a cache of prefixes counts and keeps, as it is when it is read."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+
+    def collect(self) -> Iterator[Metric]:
+        cache, counts = self._cache, self._cache.counts
+        yield CounterMetricFamily(
+            "pd_prefix_prompt_tokens", "Tokens of prompts that were looked up in the cache.", counts.looked_up
+        )
+        evicted = CounterMetricFamily(
+            "pd_prefix_evicted", "What left the cache to make room, by what it was.", labels=["what"]
+        )
+        evicted.add_metric(["page"], counts.evicted_pages)
+        evicted.add_metric(["snapshot"], counts.evicted_snapshots)
+        yield evicted
+        yield CounterMetricFamily(
+            "pd_prefix_damaged", "Pages and snapshots of the cache that were not what was put there.", counts.damaged
+        )
+        yield GaugeMetricFamily("pd_prefix_cached_pages", "Pages in the cache, read or not.", len(cache))
+        yield GaugeMetricFamily("pd_prefix_snapshots", "Snapshots in the cache.", cache.n_snapshots)
+        yield GaugeMetricFamily("pd_prefix_snapshot_bytes", "Bytes of these snapshots.", cache.held_nbytes)
 
 
 def _values(counter: Counter) -> dict[str, float]:

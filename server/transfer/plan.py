@@ -7,7 +7,7 @@ both sides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from server.cache.layout import ArenaLayout, Placement
@@ -61,7 +61,8 @@ class Side:
 class CopyPlan:
     """How one request's live state gets from ``source`` to ``target`` after a prompt of ``n`` tokens.
 
-    ``components`` are the names to copy. What lies in slots is planned at once, pages when they are asked for.
+    ``components`` are the names to copy. What lies in slots is planned at once, pages when they are asked for. Pages
+    that are ``held`` have the same bytes on the target already: their rows are claimed, and not copied.
 
     Raises :class:`LayoutError` for a placement that cannot hold them.
     """
@@ -76,27 +77,33 @@ class CopyPlan:
         self._page_names = [c.name for c in source.layout.page_components if c.name in self._live]
         """The page components of the plan, in their order inside a page block."""
         slots = {name: rows for name, rows in self._live.items() if name not in self._page_names}
-        self._slots = self._push(slots.items(), slots)
+        self._slots = self._push(slots.items(), slots, {})
 
-    def full_pages(self, first: int, last: int) -> Push:
+    def full_pages(self, first: int, last: int, held: Container[int] = ()) -> Push:
         """The pages ``first .. last - 1`` of the request, each completely filled by the prompt: whole page blocks."""
         page_size = self._source.layout.page_size
         if not 0 <= first <= last <= self._n // page_size:
             raise LayoutError(f"pages {first} .. {last} of a prompt of {self._n} tokens are not full pages")
-        return self._pages(first, last)
+        return self._pages(first, last, held)
 
-    def tail(self, pages_sent: int) -> Push:
+    def tail(self, pages_sent: int, held: Container[int] = ()) -> Push:
         """Everything after the first ``pages_sent`` pages: other pages, the part-filled one, rings, hand-off row."""
-        pages = self._pages(pages_sent, -(-self._n // self._source.layout.page_size))
+        pages = self._pages(pages_sent, -(-self._n // self._source.layout.page_size), held)
         return Push(pages.copies + self._slots.copies, pages.rows + self._slots.rows)
 
-    def _pages(self, first: int, last: int) -> Push:
+    def _pages(self, first: int, last: int, held: Container[int]) -> Push:
         names = self._page_names
         spans = {name: self._entries_of_pages(name, first, last) for name in names}
-        by_page = (
-            (name, self._entries_of_pages(name, page, page + 1)) for page in range(first, last) for name in names
-        )
-        return self._push(by_page, spans)
+        n_held = dict.fromkeys(names, 0)
+        to_copy: list[tuple[str, range]] = []
+        for page in range(first, last):
+            for name in names:
+                rows = self._entries_of_pages(name, page, page + 1)
+                if page in held:
+                    n_held[name] += len(rows)
+                else:
+                    to_copy.append((name, rows))
+        return self._push(to_copy, spans, n_held)
 
     def _entries_of_pages(self, name: str, first: int, last: int) -> range:
         """Live entries of a page component on pages ``first .. last - 1``."""
@@ -104,11 +111,16 @@ class CopyPlan:
         start = min(first * per_page, live.stop)
         return range(start, max(start, min(last * per_page, live.stop)))
 
-    def _push(self, segments: Iterable[tuple[str, range]], spans: dict[str, range]) -> Push:
+    def _push(
+        self, segments: Iterable[tuple[str, range]], spans: Mapping[str, range], n_held: Mapping[str, int]
+    ) -> Push:
+        """``segments`` are copied; ``spans`` are claimed, of each ``n_held`` rows as held."""
         copies = _merge(copy for name, rows in segments for copy in self._copies(name, rows))
-        row_nbytes = {name: self._source.layout.component(name).row_nbytes for name in spans}
-        covered = tuple(Rows(name, s.start, s.stop, len(s) * row_nbytes[name]) for name, s in spans.items())
-        return Push(tuple(copies), covered)
+        covered = []
+        for name, rows in spans.items():
+            row_nbytes, held = self._source.layout.component(name).row_nbytes, n_held.get(name, 0)
+            covered.append(Rows(name, rows.start, rows.stop, (len(rows) - held) * row_nbytes, held * row_nbytes))
+        return Push(tuple(copies), tuple(covered))
 
     def _copies(self, name: str, rows: range) -> Iterator[Copy]:
         """``rows`` cut wherever either side's ring wraps or page ends."""

@@ -4,8 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.cache.allocator import Allocator, AllocatorError
+from server.cache.allocator import Allocator, AllocatorError, ItemState
+from server.cache.layout import Placement
 from tests.transfer.support import make_geometry
+
+NOTHING = {state.value: 0 for state in ItemState}
 
 
 def test_all_or_nothing() -> None:
@@ -38,7 +41,7 @@ def test_pages_come_ascending_unless_permuted() -> None:
 def test_states_of_a_life() -> None:
     allocator = Allocator(make_geometry(pages=9))
     allocator.reserve("a", 300)
-    assert allocator.counts()["pages"] == {"free": 6, "reserved": 2, "committed": 0, "quarantined": 0}
+    assert allocator.counts()["pages"] == NOTHING | {"free": 6, "reserved": 2}
     allocator.commit("a")
     assert allocator.counts()["slots"]["committed"] == 1
     allocator.release("a")
@@ -46,7 +49,7 @@ def test_states_of_a_life() -> None:
     allocator.quarantine("b")
     assert allocator.counts()["slots"]["quarantined"] == 1
     allocator.release("b")
-    assert allocator.counts()["pages"] == {"free": 8, "reserved": 0, "committed": 0, "quarantined": 0}
+    assert allocator.counts()["pages"] == NOTHING | {"free": 8}
 
 
 def test_steps_that_no_life_has_are_refused() -> None:
@@ -84,3 +87,105 @@ def test_nothing_is_lost_or_owned_twice(steps: list[tuple[str, int]]) -> None:
         pages = [page for placement in held for page in placement.pages]
         assert len(set(pages)) == len(pages)
         assert len({placement.slot for placement in held}) == len(held)
+
+
+def test_what_becomes_free_is_told_before_anybody_gets_it() -> None:
+    told: list[Placement] = []
+    allocator = Allocator(make_geometry(pages=9, slots=2), on_free=told.append)
+    placement = allocator.reserve("a", 700)
+    assert placement is not None
+    allocator.release("a")
+    assert told == [Placement(placement.slot, placement.pages)]
+
+
+def test_a_page_of_the_cache_has_readers_and_no_owner() -> None:
+    told: list[Placement] = []
+    unread: list[int] = []
+    allocator = Allocator(make_geometry(pages=9), on_free=told.append)
+    allocator.on_unread = unread.extend
+    allocator.reserve("a", 3 * 256)
+    page = allocator.give_to_cache("a", 1)
+    assert allocator.counts()["pages"] == NOTHING | {"free": 5, "reserved": 2, "shared": 1}
+    with pytest.raises(AllocatorError, match="is not a's own"):
+        allocator.give_to_cache("a", 1)
+    shared = allocator.reserve("b", 300, shared=[page])
+    assert shared is not None
+    assert (shared.pages[0], shared.read_only, len(shared.pages)) == (page, 1, 2)
+    assert allocator.n_readers(page) == 2
+    allocator.release("a")
+    assert page not in told[-1].pages
+    assert unread == []
+    allocator.release("b")
+    assert unread == [page]
+    assert allocator.counts()["pages"] == NOTHING | {"free": 7, "cached": 1}
+    assert allocator.n_available == 8
+    allocator.discard(page)
+    assert told[-1] == Placement(0, (page,))
+    assert allocator.counts()["pages"] == NOTHING | {"free": 8}
+
+
+def test_a_page_that_the_cache_gives_up_is_free_with_its_last_reader() -> None:
+    allocator = Allocator(make_geometry(pages=9))
+    allocator.reserve("a", 256)
+    page = allocator.give_to_cache("a", 0)
+    allocator.discard(page)
+    with pytest.raises(AllocatorError, match="is not the cache's"):
+        allocator.discard(page)
+    with pytest.raises(AllocatorError, match="are not the cache's"):
+        allocator.reserve("b", 256, shared=[page])
+    assert allocator.counts()["pages"] == NOTHING | {"free": 7, "shared": 1}
+    allocator.release("a")
+    assert allocator.counts()["pages"] == NOTHING | {"free": 8}
+
+
+def test_a_grant_that_is_refused_reads_nothing() -> None:
+    allocator = Allocator(make_geometry(pages=9))
+    allocator.reserve("a", 256)
+    page = allocator.give_to_cache("a", 0)
+    for wrong in ([page, 8], [8, page]):
+        with pytest.raises(AllocatorError, match=r"pages \[8\] are not the cache's"):
+            allocator.reserve("b", 700, shared=wrong)
+    with pytest.raises(AllocatorError, match="2 pages are more than 256 tokens need"):
+        allocator.reserve("b", 256, shared=[page, page])
+    assert allocator.reserve("b", 9 * 256, shared=[page]) is None
+    assert allocator.n_readers(page) == 1
+
+
+def test_pages_that_a_grant_needs_itself_do_not_count_as_available() -> None:
+    """Else there would be nothing left to evict."""
+    allocator = Allocator(make_geometry(pages=5))
+    allocator.reserve("a", 4 * 256)
+    pages = [allocator.give_to_cache("a", index) for index in range(4)]
+    allocator.release("a")
+    assert allocator.n_available == 4
+    assert allocator.reserve("b", 256, pinned=pages) is None
+
+    def evict(n_pages: int) -> None:
+        for page in pages[-n_pages:]:
+            allocator.discard(page)
+
+    allocator.evict = evict
+    placement = allocator.reserve("b", 4 * 256, shared=pages[:3])
+    assert placement is not None
+    assert placement.pages == tuple(pages)
+
+
+def test_offered_pages_are_settled_and_the_places_that_they_take_are_free() -> None:
+    allocator = Allocator(make_geometry(pages=9))
+    allocator.reserve("a", 3 * 256)
+    cached = [allocator.give_to_cache("a", index) for index in range(3)]
+    allocator.release("a")
+    private = allocator.reserve("b", 4 * 256, pinned=cached)
+    assert private is not None
+    assert not set(private.pages) & set(cached)
+    with pytest.raises(AllocatorError, match="does not hold the cached pages"):
+        allocator.settle("b", {0: private.pages[1]})
+    settled = allocator.settle("b", {0: cached[0], 2: cached[2]})
+    assert settled.pages == (cached[0], private.pages[1], cached[2], private.pages[3])
+    assert allocator.placement_of("b") == settled
+    assert [allocator.n_readers(page) for page in cached] == [1, 0, 1]
+    assert allocator.counts()["pages"] == NOTHING | {"free": 3, "reserved": 2, "shared": 2, "cached": 1}
+    with pytest.raises(AllocatorError, match="are not b's own"):
+        allocator.settle("b", {0: cached[2]})
+    allocator.release("b")
+    assert allocator.counts()["pages"] == NOTHING | {"free": 5, "cached": 3}

@@ -27,7 +27,8 @@ PING, PONG = Ping("a" * 32, 1), Pong("b" * 32, 1, registered=True)
         "drop:swa", "zero:c4_kv@wire", "stale:handoff@memory", "shift:c128_kv@pool", "swap:draft_swa", "forget:swa",
         "miscount:swa", "delay-writes:0.5", "late-writes:2", "fail-writes", "fail-writes:swa", "drop-message:Done",
         "duplicate-message:Reserve", "reorder-message:Ping", "corrupt-message:Abort", "kill:transfer", "unchecked",
-        "unchecked:stamp",
+        "unchecked:stamp", "unchecked:hit", "unchecked:offer", "flip-page:c4_kv", "vary-page:c4_index", "flip-snapshot",
+        "stale-snapshot", "shift-snapshot", "overwrite-offer", "evict-offer",
     ],
 )  # fmt: skip
 def test_a_fault_is_shown_as_it_was_written(spec: str) -> None:
@@ -41,7 +42,8 @@ def test_a_fault_is_shown_as_it_was_written(spec: str) -> None:
     [
         "drop", "drop:", "drop:swaa", "burn:swa", "drop:swa:x", "drop:swa@moon", "drop:swa@", "drop:@wire",
         "forget:swa@wire", "kill", "kill:lunch", "drop-message", "drop-message:Hello", "delay-writes",
-        "delay-writes:soon", "unchecked:luck", "zero:swa:1:2",
+        "delay-writes:soon", "unchecked:luck", "zero:swa:1:2", "flip-page", "flip-page:swa", "flip-snapshot:swa",
+        "evict-offer:1:2", "collide-keys:1",
     ],
 )  # fmt: skip
 def test_faults_that_do_not_exist_are_refused(spec: str) -> None:
@@ -54,7 +56,9 @@ def test_faults_that_do_not_exist_are_refused(spec: str) -> None:
     [
         ("drop:swa", "prefill"), ("zero:swa@pool", "prefill"), ("zero:swa@memory", "decode"),
         ("fail-writes", "prefill"), ("drop-message:Reserve", "decode"), ("drop-message:Done", "prefill"),
-        ("kill:verify", "decode"), ("kill:commit", "prefill"),
+        ("kill:verify", "decode"), ("kill:commit", "prefill"), ("stale-snapshot", "prefill"),
+        ("flip-snapshot", "prefill"), ("shift-snapshot", "prefill"), ("vary-page:c4_kv", "decode"),
+        ("overwrite-offer", "decode"), ("evict-offer", "decode"),
     ],
 )  # fmt: skip
 def test_a_fault_of_the_other_node_is_refused_with_its_name(spec: str, role: str) -> None:
@@ -68,6 +72,11 @@ def test_phases_are_those_of_the_rooms() -> None:
     """And two around them: ``waiting`` and ``pair`` come before a room is reserved, ``decode`` after it is over."""
     assert set(PHASES["prefill"]) == (set(PrefillPhase) - {"ending"}) | {"pair"}
     assert set(PHASES["decode"]) == (set(DecodePhase) - {"ending", "over"}) | {"waiting", "pair", "decode"}
+
+
+@pytest.mark.parametrize("spec", ["flip-page:c4_kv", "collide-keys", "unchecked:hit"])
+def test_a_fault_of_both_nodes_is_taken_by_either(spec: str) -> None:
+    assert str(parse_fault(spec, "prefill")) == str(parse_fault(spec, "decode")) == spec
 
 
 def test_a_count_is_used_up() -> None:

@@ -12,6 +12,7 @@ from server.cache.specs import LayoutError
 from server.model.config import load_config
 from server.model.weight_sizes import weight_sizes
 from server.node.build import build_resources
+from server.node.cli import parse
 from server.node.free_memory import FreeMemory, memory_limit
 from server.node.memory_plan import LIBRARIES_NBYTES, MemoryPlan, plan_memory
 from server.node.options import BUNDLED_MODEL, PAGES, SLOTS, NodeOptions
@@ -20,10 +21,21 @@ from server.sizes import size
 FREE = FreeMemory(4 << 30, "of this machine")
 
 
-def plan_of(memory: str | None = None, free: FreeMemory | None = FREE, **options: Any) -> MemoryPlan:
+def plan_of(
+    memory: str | None = None,
+    free: FreeMemory | None = FREE,
+    *,
+    takes_snapshots: bool = False,
+    **options: Any,
+) -> MemoryPlan:
     limit = None if memory is None else memory_limit(memory)
     return plan_memory(
-        load_config(BUNDLED_MODEL), NodeOptions(memory=limit, **options), free, draft=True, spec_tokens=3
+        load_config(BUNDLED_MODEL),
+        NodeOptions(memory=limit, **options),
+        free,
+        draft=True,
+        spec_tokens=3,
+        takes_snapshots=takes_snapshots,
     )
 
 
@@ -114,3 +126,81 @@ def test_a_node_is_built_as_planned() -> None:
     assert resources.context.arena.nbytes == plan.pools
     assert (layout.component("c4_kv").items - 1, layout.component("swa").items - 1) == (plan.pages, 3)
     assert resources.settings.max_context == plan.context
+
+
+def test_snapshots_get_an_eighth_of_the_pages_or_one_for_each_slot() -> None:
+    many_pages, many_slots = plan_of(takes_snapshots=True, slots=1), plan_of(takes_snapshots=True, pages=1)
+    one = many_slots.snapshots.one_nbytes
+    assert 0 < one < many_slots.slot_nbytes
+    assert many_pages.snapshots.nbytes == PAGES * many_pages.page_nbytes // 8
+    assert many_slots.snapshots.nbytes == SLOTS * one
+    assert plan_of(takes_snapshots=True, prefix_cache=5000).snapshots.nbytes == 5000
+    for without in (plan_of(), plan_of(takes_snapshots=True, prefix_cache="off")):
+        assert without.snapshots.nbytes == 0
+
+
+def test_snapshots_are_in_the_plan() -> None:
+    plan, without = plan_of(takes_snapshots=True), plan_of()
+    assert plan.total == without.total + plan.snapshots.nbytes
+    assert f", {size(plan.snapshots.nbytes)} snapshots, about " in plan.parts()
+    assert f"snapshots of prefixes {plan.snapshots.one_nbytes:,} B, at most {SLOTS} at once" in plan.lines()
+    assert not any("snapshots" in line for line in without.lines())
+    with pytest.raises(LayoutError, match=r"8\.0 GiB snapshots.* 4\.0 GiB free"):
+        plan_of(takes_snapshots=True, prefix_cache=8 << 30)
+
+
+@pytest.mark.parametrize("memory", ["600MiB", "700MB", "0.2", "1"])
+@pytest.mark.parametrize("budget", ["auto", 20 << 20])
+def test_pools_and_snapshots_share_what_memory_allows(memory: str, budget: str | int) -> None:
+    allowed = memory_limit(memory).of(FREE)
+    plan = plan_of(memory, takes_snapshots=True, prefix_cache=budget)
+    assert plan.total <= allowed
+    assert plan.total > 0.98 * allowed or plan.pages == plan.slots * 33
+    assert plan.snapshots.nbytes == budget or plan.snapshots.nbytes >= plan.pages * plan.page_nbytes // 8
+    assert plan.snapshots.nbytes >= plan.slots * plan.snapshots.one_nbytes or budget != "auto"
+
+
+def test_memory_that_snapshots_leave_nothing_of_is_refused_with_the_numbers() -> None:
+    with pytest.raises(LayoutError, match="of which 7 MiB weights and about 500 MiB libraries and 90 MiB snapshots"):
+        plan_of("596MiB", takes_snapshots=True, prefix_cache=90 << 20)
+
+
+@pytest.mark.parametrize(
+    ("words", "pages", "snapshots"),
+    [
+        ([], None, True),
+        (["--prefix-cache", "10MiB"], 10 * 1024 * 1024 // 24832, True),
+        (["--prefix-cache", "off"], 0, False),
+    ],
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_node_has_the_cache_that_was_planned(role: str, words: list[str], pages: int | None, snapshots: bool) -> None:
+    resources = build_resources(role, parse(NodeOptions, "node", "", words), draft=True)
+    cache, facts = resources.context.prefix_cache, resources.settings.facts["prefix_cache"]
+    if not snapshots:
+        assert cache is None
+        assert facts is None
+        return
+    assert cache is not None
+    assert cache.max_pages == pages
+    assert (cache.snapshot_nbytes > 0) is (role == "prefill")
+    assert facts == {
+        "max_cached_pages": pages,
+        "max_snapshot_bytes": cache.snapshot_nbytes,
+        "hits": "exact, bit for bit",
+    }
+
+
+def test_what_decides_about_bytes_decides_about_keys() -> None:
+    """A cache is one process's, but its keys are compared where two prompts are: they must tell nodes apart."""
+    roots = set()
+    for words in ([], ["--dtype", "bfloat16"], ["--kv-dtype", "fp8"], ["--no-deterministic"], ["--page-size", "512"]):
+        for draft in (False, True):
+            cache = build_resources("prefill", parse(NodeOptions, "node", "", words), draft=draft).context.prefix_cache
+            assert cache is not None
+            roots |= {cache.keys_of([]).root, cache.keys_of([], "salt").root}
+    assert len(roots) == 20
+
+
+def test_a_node_without_prefixes_keeps_none() -> None:
+    assert build_resources("decode", NodeOptions(), reuses_prefixes=False).context.prefix_cache is None

@@ -14,16 +14,19 @@ from types import UnionType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
 from server.cache.allocator import Allocator
 from server.cache.arena import Arena
-from server.cache.digest import live_digests
+from server.cache.digest import StateDigests
 from server.cache.handoff import Handoff, prompt_hash, write_handoff
-from server.cache.layout import ArenaLayout, Placement
+from server.cache.layout import ArenaLayout, ComponentLayout, Placement
 from server.cache.live import live_positions
+from server.cache.prefix import PrefixCache
+from server.cache.snapshots import restore_snapshot, take_snapshot
 from server.cache.specs import HANDOFF, CacheGeometry
 from server.decode.node import DecodeNode
 from server.decode.settings import DecodeSettings
@@ -35,12 +38,14 @@ from server.engine.events import (
     Event,
     Finished,
     Generate,
+    HitRefused,
     Output,
     Prefill,
     PrefillFinished,
     Resume,
     Scrub,
     Scrubbed,
+    SnapshotTaken,
     Stop,
 )
 from server.engine.request import FinishReason, GenerationRequest, SamplingParams, TokenLogprob, TokenOutput
@@ -61,47 +66,63 @@ from server.transfer.rooms import Deadlines
 from tests.support.fake_scores import scored
 from tests.support.fake_tokenizer import VOCABULARY, FakeTokenizer
 from tests.support.waiting import until
-from tests.transfer.support import IDENTITY, WINDOW, make_geometry
+from tests.transfer.support import IDENTITY, PAGE_SIZE, WINDOW, make_geometry
 
 COMPONENTS = [spec.name for spec in make_geometry().components]
 FAST = Deadlines(peer_s=2.5, ping_s=0.2, reserve_s=3.0, quiesce_s=2.0, probe_s=1.0, transfer_s=3.0, resend_s=0.2)
+
+
+STREAMS = torch.zeros(2, 8)
+"""Of every position."""
 
 
 def first_token_of(prompt: tuple[int, ...]) -> int:
     return (sum(prompt) * 31 + len(prompt)) % (VOCABULARY - 1) + 1
 
 
-def rows_bytes(prompt: tuple[int, ...], name: str, rows: range, nbytes: int) -> bytes:
-    """What the "model" computes for ``rows`` of ``nbytes`` each: a function of prompt, component and row."""
-    row = np.arange(rows.start, rows.stop, dtype=np.uint64)[:, None]
-    column = np.arange(nbytes, dtype=np.uint64)
-    mixed = (row * np.uint64(nbytes) + column + np.uint64(_seed(prompt, name))) * np.uint64(0x9E3779B97F4A7C15)
+def rows_bytes(ids: tuple[int, ...], component: ComponentLayout, rows: range) -> bytes:
+    """What the "model" computes for ``rows``: a function of component, row, and the tokens up to the row's end."""
+    ends = np.arange(rows.start + 1, rows.stop + 1) * component.positions - 1
+    column = np.arange(component.row_nbytes, dtype=np.uint64)
+    mixed = (_prefixes(ids)[ends][:, None] + column + np.uint64(_seed(component.name))) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     return (mixed >> np.uint64(56)).astype(np.uint8).tobytes()
 
 
 @functools.lru_cache(maxsize=4096)
-def _seed(prompt: tuple[int, ...], name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{prompt}|{name}".encode(), digest_size=6).digest(), "little")
+def _prefixes(ids: tuple[int, ...]) -> npt.NDArray[np.uint64]:
+    """A hash of the first 1, 2, ... tokens."""
+    powers = np.full(len(ids), 0xD6E8FEB86659FD93, dtype=np.uint64).cumprod()
+    return np.cumsum(np.array(ids, dtype=np.uint64) * powers)
+
+
+@functools.lru_cache(maxsize=64)
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
 
 
 class FakeEngine(threading.Thread):
-    """Obeys the commands of a node like the real engine; ``gate`` cleared stops it inside a prompt or an answer."""
+    """Obeys the commands of a node like the real engine; ``gate`` cleared stops it inside a prompt or an answer.
 
-    def __init__(self, arena: Arena, chunk_tokens: int = 200) -> None:
+    With ``digest_pages`` it writes the rows of answers too, and reports their pages.
+    """
+
+    def __init__(self, arena: Arena, chunk_tokens: int = 200, *, digest_pages: bool = False) -> None:
         super().__init__(name="fake engine", daemon=True)
         self.arena = arena
         self.chunk_tokens = chunk_tokens
+        self.digest_pages = digest_pages
         self.on_event: Callable[[Event], None] = lambda event: None
         self.gate = threading.Event()
         self.gate.set()
-        self.fail_next = False
+        self.fail_next = self.fail_answers = False
         self.prefilled: list[Hashable] = []
         self.wrong_bytes: list[str] = []
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._todo: list[Prefill | Generate | Resume] = []
-        self._answers: dict[Hashable, tuple[GenerationRequest, int]] = {}
+        self._answers: dict[Hashable, tuple[Generate | Resume, int]] = {}
         self._steps: dict[Hashable, int] = {}
+        self._digests: dict[Hashable, StateDigests] = {}
 
     def submit(self, command: Command) -> None:
         self._commands.put(command)
@@ -121,12 +142,11 @@ class FakeEngine(threading.Thread):
                     return
                 case Cancel(key):
                     self._cancel(key)
-                case Scrub(key, placement):
-                    self.arena.scrub(placement)
+                case Scrub(key):
                     self.on_event(Scrubbed(key))
                 case Resume():
                     self._check(command)
-                    self._answers[command.key] = (command.request, 0)
+                    self._answers[command.key] = (command, 0)
                     self._emit(command.key)
                 case Prefill() | Generate():
                     self._todo.append(command)
@@ -139,14 +159,23 @@ class FakeEngine(threading.Thread):
         for command in self._todo[:1]:
             self.compute(command)
         for key in list(self._answers):
-            self._emit(key)
+            if self.fail_answers:
+                del self._answers[key]
+                self.on_event(ComputeFailed(key, Failure("engine_error", "the fake engine was told to fail")))
+            else:
+                self._emit(key)
 
     def _cancel(self, key: Hashable) -> None:
-        found = any(c.key == key for c in self._todo) or key in self._answers
-        self._todo = [c for c in self._todo if c.key != key]
-        self._answers.pop(key, None)
-        if found:
+        if key in self._answers:
+            self._finish(key, FinishReason.ABORT)
+        elif any(c.key == key for c in self._todo):
+            self._todo = [c for c in self._todo if c.key != key]
+            self._forget(key)
             self.on_event(Finished(key, FinishReason.ABORT))
+
+    def _forget(self, key: Hashable) -> None:
+        self._steps.pop(key, None)
+        self._digests.pop(key, None)
 
     def compute(self, command: Prefill | Generate | Resume) -> None:
         prompt, n = command.request.prompt_ids, len(command.request.prompt_ids)
@@ -155,17 +184,25 @@ class FakeEngine(threading.Thread):
             self._todo.remove(command)
             self.on_event(ComputeFailed(command.key, Failure("engine_error", "the fake engine was told to fail")))
             return
-        start = self._steps.get(command.key, 0)
-        stop = min(n, start + self.chunk_tokens)
+        if command.key not in self._steps and not self._begin(command):
+            self._todo.remove(command)
+            return
+        start, digests = self._steps[command.key], self._digests[command.key]
+        points = {point.n: point for point in command.snapshots_at} if isinstance(command, Prefill) else {}
+        stop = min([n, start + self.chunk_tokens, *(at for at in points if at > start)])
         self._steps[command.key] = stop
         self._write(prompt, start, stop, command.placement)
         for event in scored(command.key, command.request, start, stop):
             self.on_event(event)
+        if stop < n or stop in points:
+            self.on_event(ChunkComputed(command.key, stop, digests.take_pages(stop)))
+        if stop in points:
+            snapshot = take_snapshot(self.arena, command.placement, points[stop], STREAMS)
+            self.on_event(SnapshotTaken(command.key, snapshot))
         if stop < n:
-            self.on_event(ChunkComputed(command.key, stop))
             return
         self._todo.remove(command)
-        del self._steps[command.key]
+        self._forget(command.key)
         first = TokenLogprob(first_token_of(prompt), -0.5, ((7, -0.5), (9, -1.5)))
         if isinstance(command, Prefill):
             handoff = Handoff(
@@ -176,30 +213,48 @@ class FakeEngine(threading.Thread):
                 first.token_id,
                 first.logprob,
                 first.top,
-                torch.zeros(2, 8),
+                STREAMS,
             )
             write_handoff(self.arena, command.placement, handoff)
             self.prefilled.append(command.key)
-            self.on_event(
-                PrefillFinished(command.key, first, live_digests(self.arena, n, command.placement), 0.01, 0.001)
-            )
+            pages = digests.take_pages(n)
+            self.on_event(PrefillFinished(command.key, first, digests.finish(), 0.01, 0.001, pages))
         elif not command.request.sampling.max_tokens:
             self.on_event(Output(command.key, TokenOutput((), "", finish_reason=FinishReason.LENGTH)))
             self.on_event(Finished(command.key, FinishReason.LENGTH))
         else:
-            self._answers[command.key] = (command.request, 0)
+            self._answers[command.key] = (command, 0)
             self._emit(command.key)
 
-    def _write(self, prompt: tuple[int, ...], start: int, stop: int, placement: Placement) -> None:
+    def _begin(self, command: Prefill | Generate | Resume) -> bool:
+        """Takes over what was found in the cache; False if that is refused."""
+        digests = StateDigests(self.arena, len(command.request.prompt_ids), command.placement)
+        hit = command.hit if isinstance(command, Prefill) else None
+        if hit is not None and isinstance(command, Prefill):
+            pages = digests.take_pages(hit.n)
+            wrong = [cached for cached, digest in zip(hit.pages, pages, strict=True) if cached.digest != digest]
+            damage = "page" if wrong else hit.snapshot.damage(hit.point)
+            if command.hit_is_checked and damage is not None:
+                failure = Failure("prefix_damaged", damage, check="hit")
+                self.on_event(HitRefused(command.key, failure, wrong[0].index if wrong else None))
+                return False
+            restore_snapshot(self.arena, command.placement, hit.snapshot, tuple(STREAMS.shape), STREAMS.dtype)
+            self.on_event(ChunkComputed(command.key, hit.n, pages))
+        self._steps[command.key], self._digests[command.key] = hit.n if hit is not None else 0, digests
+        return True
+
+    def _write(self, ids: tuple[int, ...], start: int, stop: int, placement: Placement) -> None:
         """Rows of positions ``start .. stop - 1``: compressed entries that close in them, and the ring rows."""
         layout = self.arena.layout
+        if start < stop and start < placement.read_only * layout.page_size:
+            self.wrong_bytes.append("shared page")
         for c in layout.components:
             if c.name == HANDOFF:
                 continue
             rows = range(start // c.positions, stop // c.positions)
             if c.scope == "slot":
                 rows = range(max(start, stop - c.rows), stop)
-            data = rows_bytes(prompt, c.name, rows, c.row_nbytes)
+            data = rows_bytes(ids, c, rows)
             for run in layout.runs(c.name, rows, placement):
                 self.arena.write(run, data[: run.nbytes])
                 data = data[run.nbytes :]
@@ -210,23 +265,36 @@ class FakeEngine(threading.Thread):
         for name, rows in live_positions(len(prompt), WINDOW, self.arena.layout.names).items():
             if name == HANDOFF:
                 continue
-            nbytes = self.arena.layout.component(name).row_nbytes
-            expected = rows_bytes(prompt, name, rows, nbytes)
+            expected = rows_bytes(prompt, self.arena.layout.component(name), rows)
             if self.arena.read(self.arena.layout.runs(name, rows, command.placement)) != expected:
                 self.wrong_bytes.append(name)
         if command.first.token_id != first_token_of(prompt):
             self.wrong_bytes.append("first token")
+        if command.placement.read_only != len(prompt) // PAGE_SIZE:
+            self.wrong_bytes.append("read only")
 
     def _emit(self, key: Hashable) -> None:
-        request, n_done = self._answers[key]
+        command, n_done = self._answers[key]
+        request = command.request
         token = first_token_of(request.prompt_ids) + n_done
         is_last = n_done + 1 == request.sampling.max_tokens
         reason = FinishReason.LENGTH if is_last else None
-        self._answers[key] = (request, n_done + 1)
+        self._answers[key] = (command, n_done + 1)
         self.on_event(Output(key, TokenOutput((token,), f"{token} ", finish_reason=reason)))
         if is_last:
-            del self._answers[key]
-            self.on_event(Finished(key, FinishReason.LENGTH))
+            self._finish(key, FinishReason.LENGTH)
+
+    def _finish(self, key: Hashable, reason: FinishReason) -> None:
+        """The state of all tokens is in the pools but that of the last one given out."""
+        command, n_done = self._answers.pop(key)
+        prompt, placement = command.request.prompt_ids, command.placement
+        if not self.digest_pages or isinstance(command, Generate):
+            self.on_event(Finished(key, reason))
+            return
+        ids = prompt + tuple(first_token_of(prompt) + i for i in range(n_done - 1))
+        self._write(ids, len(prompt), len(ids), placement)
+        pages = StateDigests(self.arena, len(ids), placement).take_pages(len(ids))
+        self.on_event(Finished(key, reason, ids, pages[len(prompt) // PAGE_SIZE :]))
 
 
 @dataclass
@@ -248,7 +316,7 @@ class NodeUnderTest:
 
 @dataclass
 class Pair:
-    """Starts and stops nodes; everything that is left is stopped at the end."""
+    """Starts and stops nodes, which keep prefixes if they ``reuse`` them; what is left is stopped at the end."""
 
     make_transport: Callable[[], TransferEngine]
     started: list[NodeUnderTest] = field(default_factory=list)
@@ -272,6 +340,7 @@ class Pair:
         guard: Guard | None = None,
         host: str = "127.0.0.1",
         traces: TraceExporter | None = None,
+        reuse: bool = False,
     ) -> NodeUnderTest:
         settings = PrefillSettings(
             model_name="fake",
@@ -282,7 +351,15 @@ class Pair:
             deadlines=deadlines,
             max_queue=max_queue,
         )
-        bare = _bare(geometry or make_geometry(), 11, make_transport or self.transport, identity, faults, traces=traces)
+        bare = _bare(
+            geometry or make_geometry(),
+            11,
+            make_transport or self.transport,
+            identity,
+            faults,
+            traces=traces,
+            reuse=reuse,
+        )
         bare.node = PrefillNode(settings, bare.parts)
         return await self._start(bare)
 
@@ -298,6 +375,7 @@ class Pair:
         guard: Guard | None = None,
         wait: bool = True,
         traces: TraceExporter | None = None,
+        reuse: bool = False,
     ) -> NodeUnderTest:
         addresses = tuple(p if isinstance(p, str) else f"127.0.0.1:{p.node.bootstrap_port}" for p in prefills)
         settings = DecodeSettings(
@@ -310,7 +388,7 @@ class Pair:
             max_queue=max_queue,
         )
         geometry = geometry or make_geometry(extra_rows=2, slots=4, pages=15)
-        bare = _bare(geometry, 12, self.transport, faults=faults, traces=traces)
+        bare = _bare(geometry, 12, self.transport, faults=faults, traces=traces, reuse=reuse)
         bare.node = node = DecodeNode(settings, bare.parts)
         started = await self._start(bare)
         if wait and not local:
@@ -339,21 +417,30 @@ def _bare(
     identity: ModelIdentity = IDENTITY,
     faults: tuple[str, ...] = (),
     traces: TraceExporter | None = None,
+    reuse: bool = False,
 ) -> NodeUnderTest:
     """Everything but the node."""
     arena = Arena(ArenaLayout.from_geometry(geometry), poison=True)
-    engine = FakeEngine(arena)
+    engine = FakeEngine(arena, digest_pages=reuse)
+    allocator = Allocator(geometry, permute_seed=seed, on_free=arena.scrub)
+    hooks = hooks_of(FaultSet.parse(faults), arena)
+    cache = None
+    if reuse:
+        cache = PrefixCache(
+            allocator, arena.owners, ("fake",), PAGE_SIZE, snapshot_nbytes=1 << 20, key_of=hooks.page_key
+        )
     parts = NodeContext(
         submit_command=engine.submit,
         make_transport=make_transport,
         arena=arena,
-        allocator=Allocator(geometry, permute_seed=seed),
+        allocator=allocator,
         identity=identity,
         tokenizer=FakeTokenizer(),
         sampling_defaults=SamplingParams(),
         metrics=NodeMetrics(CollectorRegistry()),
-        hooks=hooks_of(FaultSet.parse(faults), arena),
+        hooks=hooks,
         traces=traces,
+        prefix_cache=cache,
     )
     return NodeUnderTest(None, engine, parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import fields
 
 import pytest
@@ -14,6 +15,7 @@ from server.engine.request import SamplingParams
 from server.faults.hooks import Sending
 from server.prefill.decode_peer import DecodePeer
 from server.prefill.request import PAGES_PLANNED_AHEAD, Outgoing, read_request
+from server.transfer.checks import Check
 from server.transfer.frames import decode, encode, pack_tokens
 from server.transfer.plan import CopyPlan
 from server.transfer.protocol import Registration, Reserve, RoomRequest, Sampling
@@ -39,16 +41,16 @@ class NoSocket:
         return True
 
 
-def reserve_for(n: int, sampling: Sampling = SAMPLING) -> Reserve:
+def reserve_for(n: int, sampling: Sampling = SAMPLING, offered: bytes = b"") -> Reserve:
     pages = tuple(range(1, 1 + -(-n // PAGE_SIZE)))
     asked = RoomRequest("r", pack_tokens(range(n)), sampling)
-    return Reserve("a" * 32, MANIFEST.incarnation, 1, 5, 1, 1, pages, LAYOUT.names, asked, 1.0)
+    return Reserve("a" * 32, MANIFEST.incarnation, 1, 5, 1, 1, pages, LAYOUT.names, asked, 1.0, None, offered)
 
 
-def outgoing(n: int) -> Outgoing:
-    reserve = reserve_for(n)
+def outgoing(n: int, offered: bytes = b"", skipped: frozenset[Check] = frozenset()) -> Outgoing:
+    reserve = reserve_for(n, offered=offered)
     peer = DecodePeer(Registration("p", MANIFEST.incarnation, 1), MANIFEST, b"D", Heartbeat(1.0, 0.0), NoSocket())
-    return Outgoing(ARENA, Sending(Placement(2, reserve.pages)), peer, reserve, n)
+    return Outgoing(ARENA, Sending(Placement(2, reserve.pages), skipped=skipped), peer, reserve, n)
 
 
 def test_every_sampling_parameter_arrives() -> None:
@@ -73,9 +75,9 @@ def test_no_long_tail_is_planned_again_and_again(monkeypatch: pytest.MonkeyPatch
     planned: list[int] = []
     tail = CopyPlan.tail
 
-    def noted(plan: CopyPlan, pages_sent: int) -> object:
+    def noted(plan: CopyPlan, pages_sent: int, held: Container[int]) -> object:
         planned.append(pages_sent)
-        return tail(plan, pages_sent)
+        return tail(plan, pages_sent, held)
 
     monkeypatch.setattr(CopyPlan, "tail", noted)
     n_pages = 12

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+import random
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from server.cache.allocator import Allocator, ItemState
 from server.cache.arena import Arena
 from server.cache.layout import PROBE_NBYTES, ArenaLayout, Placement, Run
+from server.cache.prefix import PrefixCache, page_key
+from server.cache.snapshots import snapshot_nbytes
 from server.cache.specs import CacheGeometry, ComponentSpec, Scope, handoff_spec
 from server.transfer.engines.base import PieceStatus, SubmitFailed, Ticket
 from server.transfer.rooms import RoomKey
@@ -20,8 +24,11 @@ if TYPE_CHECKING:
 
 PAGE_TOKENS = 4
 WINDOW = 4
-LONGEST_PROMPT = 9
+LONGEST_PROMPT = 13
 MAX_TOKENS = 3
+STREAMS_NBYTES = 8
+"""What a snapshot has beside the slot's rows."""
+MAX_SNAPSHOTS, MAX_UNREAD_PAGES = 4, 5
 Item = tuple[Scope, int]
 
 
@@ -36,38 +43,88 @@ def geometry(n_slots: int, n_pages: int, extra_rows: int) -> CacheGeometry:
 
 
 class WatchedAllocator(Allocator):
-    """The real one; it is wrong if an item is granted twice."""
+    """The real one, with a second book of who holds and who reads what. It is wrong if an item is granted while
+    somebody has it, or becomes free while somebody reads it. What becomes free is scrubbed in ``arena``.
+    """
 
-    def __init__(self, world: World, geometry: CacheGeometry, seed: int) -> None:
-        super().__init__(geometry, permute_seed=seed)
-        self._world = world
-        self._holders: dict[Item, Hashable] = {}
+    def __init__(self, world: World, geometry: CacheGeometry, arena: Arena, seed: int) -> None:
+        super().__init__(geometry, permute_seed=seed, on_free=self._on_freed)
+        self._world, self._arena = world, arena
+        self._may_write: dict[Item, Hashable] = {}
+        self._may_read: defaultdict[Item, set[Hashable]] = defaultdict(set)
+        """Of the cache's pages."""
 
-    def reserve(self, owner: Hashable, n_tokens: int) -> Placement | None:
-        placement = super().reserve(owner, n_tokens)
-        for item in items_of(placement) if placement is not None else ():
-            holder = self._holders.setdefault(item, owner)
-            self._world.check(holder is owner, f"{item} belongs to {holder} and was given to {owner} too")
+    def reserve(
+        self, owner: Hashable, n_tokens: int, *, shared: Sequence[int] = (), pinned: Sequence[int] = ()
+    ) -> Placement | None:
+        read = [(Scope.PAGE, page) for page in (*shared, *pinned)]
+        for item in read:
+            self._may_read[item].add(owner)  # what is evicted for this grant must not be among it
+        placement = super().reserve(owner, n_tokens, shared=shared, pinned=pinned)
+        if placement is None:
+            self._read_no_more(owner, read)
+            return None
+        for item in items_of(placement):
+            if item not in read:
+                holder = self._may_write.setdefault(item, owner)
+                self._world.check(holder is owner, f"{item} belongs to {holder} and was given to {owner} too")
+                readers = self._may_read[item]
+                self._world.check(not readers, f"{item} is read by {readers} and was given to {owner}")
         return placement
 
+    def give_to_cache(self, owner: Hashable, index: int) -> int:
+        page = super().give_to_cache(owner, index)
+        del self._may_write[Scope.PAGE, page]
+        self._may_read[Scope.PAGE, page].add(owner)
+        return page
+
+    def settle(self, owner: Hashable, places: Mapping[int, int]) -> Placement:
+        before = self.placement_of(owner)
+        for place in places:
+            del self._may_write[Scope.PAGE, before.pages[place]]
+        put = {(Scope.PAGE, page) for page in places.values()}
+        self._read_no_more(owner, [item for item in self._read_by(owner) if item not in put])
+        self._world.seen["held"] += bool(places)
+        return super().settle(owner, places)
+
     def release(self, owner: Hashable) -> None:
-        for item in items_of(self.placement_of(owner)):
-            del self._holders[item]
+        self._may_write = {item: holder for item, holder in self._may_write.items() if holder != owner}
+        self._read_no_more(owner, self._read_by(owner))
         super().release(owner)
 
-    def holder_of(self, item: Item) -> Hashable | None:
-        return self._holders.get(item)
+    def _read_by(self, owner: Hashable) -> list[Item]:
+        return [item for item, readers in self._may_read.items() if owner in readers]
 
-    def holds(self, owner: Hashable, placement: Placement) -> bool:
-        return all(self._holders.get(item) == owner for item in items_of(placement))
+    def _read_no_more(self, owner: Hashable, items: Iterable[Item]) -> None:
+        for item in items:
+            self._may_read[item].discard(owner)
+
+    def _on_freed(self, freed: Placement) -> None:
+        for item in items_of(freed):
+            holder, readers = self._may_write.get(item), self._may_read[item]
+            self._world.check(holder is None and not readers, f"{item} of {holder} is free, and {readers} read it")
+        self._arena.scrub(freed)
+
+    def holder_of(self, item: Item) -> Hashable | None:
+        """The only one who may write there; None for pages of the cache, too."""
+        return self._may_write.get(item)
+
+    def reads(self, owner: Hashable, placement: Placement) -> bool:
+        """Whether everything is ``owner``'s, or the cache's and read by ``owner``."""
+        return all(self.is_read_by(owner, item) for item in items_of(placement))
+
+    def is_read_by(self, owner: Hashable, item: Item) -> bool:
+        return self._may_write.get(item) == owner or owner in self._may_read[item]
 
     @property
     def all_free(self) -> bool:
-        return not self._holders
+        """Whether nobody holds or reads anything."""
+        return not self._may_write and not any(self._may_read.values())
 
 
 def items_of(placement: Placement) -> list[Item]:
-    return [(Scope.SLOT, placement.slot), *((Scope.PAGE, page) for page in placement.pages)]
+    slot = [(Scope.SLOT, placement.slot)] if placement.slot else []
+    return [*slot, *((Scope.PAGE, page) for page in placement.pages)]
 
 
 class ItemMap:
@@ -102,12 +159,52 @@ class Memory:
     arena: Arena
     allocator: WatchedAllocator
     items: ItemMap
+    cache: PrefixCache | None
+
+    def rot(self, rng: random.Random) -> str:
+        """One bit of something that is cached and that nobody reads is inverted; what it was, or nothing."""
+        if self.cache is None:
+            return ""
+        states = self.allocator.cached_pages()
+        pages = [page for page, state in states.items() if state is ItemState.CACHED and self.cache.page_of(page)]
+        if not pages:
+            return ""
+        cached = self.cache.page_of(rng.choice(sorted(pages)))
+        if cached is None:
+            return ""
+        if cached.snapshot is not None and rng.random() < 0.5:
+            data = cached.snapshot.data
+            cached.snapshot = replace(cached.snapshot, data=bytes((data[0] ^ 0x10,)) + data[1:])
+            return "snapshot"
+        first = self.arena.layout.page_components[0]
+        run = Run(first.offset + cached.page * first.item_stride, 1)
+        self.arena.write(run, bytes((self.arena.read([run])[0] ^ 0x10,)))
+        return "page"
 
 
-def make_memory(world: World, n_slots: int, n_pages: int, extra_rows: int, seed: int) -> Memory:
+def one_key_for_all(parent: bytes, ids: bytes) -> bytes:
+    """Of all pages behind one another: prompts of which the first tokens differ collide."""
+    return page_key(parent, b"")
+
+
+def make_memory(
+    world: World, n_slots: int, n_pages: int, extra_rows: int, seed: int, *, is_cached: bool, keys_collide: bool
+) -> Memory:
     geo = geometry(n_slots, n_pages, extra_rows)
     arena = Arena(_layout(geo), poison=True)
-    return Memory(arena, WatchedAllocator(world, geo, seed), _item_map(arena.layout))
+    allocator = WatchedAllocator(world, geo, arena, seed)
+    cache = None
+    if is_cached:
+        cache = PrefixCache(
+            allocator,
+            arena.owners,
+            ["simulated"],
+            PAGE_TOKENS,
+            snapshot_nbytes=MAX_SNAPSHOTS * snapshot_nbytes(arena.layout, STREAMS_NBYTES),
+            max_pages=None if seed % 2 else MAX_UNREAD_PAGES,
+            key_of=one_key_for_all if keys_collide else page_key,
+        )
+    return Memory(arena, allocator, _item_map(arena.layout), cache)
 
 
 _layouts: dict[CacheGeometry, ArenaLayout] = {}

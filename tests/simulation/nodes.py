@@ -106,8 +106,16 @@ class SimulatedNode(ABC):
         self.life += 1
         self.process = Process(self.world.loop)
         self.refused: Counter[str] = Counter()
-        n_pages = self._n_slots * -(-self.longest_request // PAGE_TOKENS)
-        self.memory = make_memory(self.world, self._n_slots, n_pages, self.extra_rows, self._rng.randrange(1 << 30))
+        self._n_pages = n_pages = self._n_slots * -(-self.longest_request // PAGE_TOKENS)
+        self.memory = make_memory(
+            self.world,
+            self._n_slots,
+            n_pages,
+            self.extra_rows,
+            self._rng.randrange(1 << 30),
+            is_cached=self.world.is_cached,
+            keys_collide=self.world.keys_collide,
+        )
         self.metrics = NodeMetrics(CollectorRegistry())
         self.engine = SimulatedEngine(self.world, self.process, self.memory)
         self.process.run(self._begin)
@@ -126,10 +134,19 @@ class SimulatedNode(ABC):
         """The process is no more. What it counted is kept."""
         if not self.process.is_dead:
             self.process.kill()
+            if (cache := self.memory.cache) is not None:
+                counts = cache.counts
+                for what in ("evicted_pages", "evicted_snapshots", "collisions"):
+                    self.world.seen[f"{what} on {self.role}"] += getattr(counts, what)
             for metric in self.metrics.registry.collect():
                 for sample in metric.samples if metric.name in COUNTED else ():
                     if sample.name.endswith("_total"):
                         self.world.seen[" ".join([metric.name, *sample.labels.values()])] += int(sample.value)
+
+    def rot(self) -> None:
+        """Something that is cached here is damaged."""
+        if what := self.memory.rot(self.world.rng):
+            self.world.seen[f"a {what} rots on {self.role}"] += 1
 
     def note_phases(self, what: str) -> None:
         """That something happens to this node now, in these phases of its requests."""
@@ -186,6 +203,11 @@ class SimulatedNode(ABC):
         counts = self.memory.allocator.counts()
         n_free = counts["slots"][ItemState.FREE]
         self.world.check(n_free == self._n_slots, f"{self._n_slots - n_free} slots are missing on {self.address}")
+        if self.memory.cache is not None:
+            self.memory.cache.flush()
+        pages = self.memory.allocator.counts()["pages"]
+        is_free = pages[ItemState.FREE] == sum(pages.values()) == self._n_pages
+        self.world.check(is_free, f"pages are missing on {self.address}: {pages}")
         listed = self.manager.records.listing(KEPT_ROOMS)
         self.world.check(not listed.running, f"{self.address} has records of rooms that do not end: {listed.running}")
         self.check_said()
@@ -207,6 +229,7 @@ class SimulatedNode(ABC):
             sampling_defaults=SamplingParams(),
             metrics=self.metrics,
             clock=self.world.loop.time,
+            prefix_cache=self.memory.cache,
         )
 
     def _incarnation(self) -> str:
@@ -222,7 +245,9 @@ class SimulatedPrefill(SimulatedNode):
     extra_rows = 0
 
     def _begin(self) -> None:
-        settings = PrefillSettings(model_name="simulated", max_context=MAX_CONTEXT, deadlines=self.world.deadlines)
+        settings = PrefillSettings(
+            model_name="simulated", max_context=MAX_CONTEXT, snapshot_every=2, deadlines=self.world.deadlines
+        )
         context = self._node_context()
         layout = self.memory.arena.layout
         manifest = build_manifest(

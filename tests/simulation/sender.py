@@ -82,8 +82,9 @@ class SimulatedSender:
     def _write(self, key: Hashable, piece: Piece) -> Write:
         memory, offset = self._memory, piece.src - self._memory.arena.ptr
         for item in memory.items.items(offset, piece.nbytes) if isinstance(key, RoomKey) else ():
-            holder = memory.allocator.holder_of(item) if item is not None else None
-            self._world.check(holder == key, f"{key} sends {item}, which belongs to {holder}")
+            is_own = item is not None and memory.allocator.is_read_by(key, item)
+            holder = None if item is None else memory.allocator.holder_of(item)
+            self._world.check(is_own, f"{key} sends {item}, which belongs to {holder}")
         data = memory.arena.read([Run(offset, piece.nbytes)])
         if self._world.hits(self._world.weather.bad_bytes):
             data = bytes((data[0] ^ 0xFF,)) + data[1:]

@@ -62,6 +62,8 @@ class Weather:
     """A batch stays under way until the sender is closed."""
     bad_bytes: float = 0.0
     """A piece arrives damaged."""
+    bad_cache: float = 0.0
+    """A bit of a cached page, or of a snapshot, is inverted while nobody reads it."""
     slow_threads: float = 0.0
     """A call in a thread takes longer than any deadline: the check of what arrived, or the transport's."""
     engine_fails: float = 0.0
@@ -109,6 +111,9 @@ class World:
             if seed % 2
             else contextlib.nullcontext()
         )
+        self.is_cached = seed % 7 != 6
+        """Whether the nodes of this world keep prefixes, which they do in most."""
+        self.keys_collide = seed % 7 == 5
         self.weather = weather
         self.deadlines = DEADLINES
         self.calm = False
@@ -129,6 +134,7 @@ class World:
         self.asked: set[str] = set()
         self.committed: set[str] = set()
         """The ids of all requests, and of those whose state a decode node has proved."""
+        self._beginnings = [tuple(self.rng.randrange(1, 900) for _ in range(LONGEST_PROMPT))]
         self._epochs: defaultdict[str, set[int]] = defaultdict(set)
         self._names: dict[RoomKey, str] = {}
         self._n_rooms = n_rooms
@@ -233,6 +239,9 @@ class World:
         for decode in self.decodes:
             if self.hits(weather.decode_crash):
                 decode.crash()
+        for node in self.nodes:
+            if self.hits(weather.bad_cache):
+                node.rot()
         if self.hits(weather.stop):
             self.rng.choice(self.nodes).stop()
         if self.hits(weather.connection_lost):
@@ -288,11 +297,21 @@ class World:
         number = len(self.asked) + 1
         name = f"request {number} of room {room}"
         self.asked.add(name)
-        n_more = self.rng.randrange(LONGEST_PROMPT)
-        prompt = (number, *(self.rng.randrange(1, 900) for _ in range(n_more)))
+        prompt = self._prompt(number)
         n_top = self.rng.choice((None, None, 0, 2))
         sampling = SamplingParams(max_tokens=self.rng.randrange(MAX_TOKENS + 1), seed=1, prompt_logprobs=n_top)
         return GenerationRequest(name, prompt, sampling, routed)
+
+    def _prompt(self, number: int) -> tuple[int, ...]:
+        """One that begins as others do, or goes on where an answer has ended."""
+        rng = self.rng
+        beginning = rng.choice((self._beginnings[0], rng.choice(self._beginnings)))
+        common = beginning[: rng.randrange(LONGEST_PROMPT)]
+        n = rng.randrange(len(common) + 1, LONGEST_PROMPT + 1)
+        prompt = (*common, number, *(rng.randrange(1, 900) for _ in range(LONGEST_PROMPT)))[:n]
+        answer = range(first_token_of(prompt), first_token_of(prompt) + MAX_TOKENS)
+        self._beginnings.append((*prompt, *answer))
+        return prompt
 
     def _check_both_ended(
         self, request: GenerationRequest, decode: SimulatedDecode, registration: Registration
@@ -355,7 +374,9 @@ class World:
             "wrong_owner": never,
             "no_digest": never,
             "component_mismatch": weather.bad_bytes,
-            "rejected": weather.bad_bytes,
+            "prefix_damaged": weather.bad_cache,
+            "shared_page": never,
+            "rejected": weather.bad_bytes + weather.bad_cache,
             "engine_error": weather.engine_fails,
             "prompt_mismatch": weather.again,
             "shutting_down": weather.stop,

@@ -19,6 +19,10 @@ from prometheus_client.core import Metric
 from server.api.http_connections import ConnectionManager
 from server.api.http_limits import HttpLimits
 from server.api.middleware import response_counter
+from server.cache.allocator import Allocator
+from server.cache.layout import ArenaLayout
+from server.cache.owners import OwnerStamps
+from server.cache.prefix import PrefixCache
 from server.decode.draft_metrics import DraftMetrics
 from server.model.interface import WeightsState
 from server.telemetry.latency import RequestMetrics
@@ -26,6 +30,7 @@ from server.telemetry.traces import TraceExporter
 from server.telemetry.weights import watch_weights
 from server.transfer.metrics import NodeMetrics
 from tests.nodes.support import Pair, answer, pairs, request
+from tests.transfer.support import make_geometry
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "metrics.md"
@@ -53,7 +58,8 @@ Written by `python -m tests.telemetry.test_metrics_document`; a test compares.
 `GET /metrics` answers in Prometheus' text format, or in OpenMetrics where the header `Accept` names
 `application/openmetrics-text`; then TTFT and whole requests have the room as an exemplar. It needs no API key. Every
 series exists from the start of the node; those of a peer from its registration until it is lost, and the metrics that
-belong to an option (drafts: `--spec-tokens`, traces: `--otlp`, weights: `--weights packed`) with that option.
+belong to an option (drafts: `--spec-tokens`, traces: `--otlp`, weights: `--weights packed`; `pd_prefix_` ones, but for
+`--prefix-cache off`) with that option.
 `docker/grafana/dashboard.json` draws them.
 
 Where vLLM or SGLang have a metric that means the same, its name without the prefix is the one here: `pd_` takes the
@@ -67,6 +73,11 @@ Counters have `_total` behind their names, infos `_info`, histograms `_bucket`, 
 """
 
 
+def no_prefixes() -> PrefixCache:
+    geometry = make_geometry()
+    return PrefixCache(Allocator(geometry), OwnerStamps(ArenaLayout.from_geometry(geometry)), (), geometry.page_size)
+
+
 def registry_of(role: str) -> CollectorRegistry:
     """Everything that a node of ``role`` may show."""
     registry = CollectorRegistry()
@@ -74,6 +85,7 @@ def registry_of(role: str) -> CollectorRegistry:
     metrics.expect(role, ["swa"])
     metrics.peer_known("peer")
     metrics.show_kernels("cpu", "why")
+    metrics.watch_prefix(no_prefixes())
     watch_weights(registry, lambda: asdict(WeightsState()))
     RequestMetrics(registry, role)
     if role == "decode":

@@ -31,13 +31,18 @@ def sent_of(pushes: list[Push]) -> tuple[Sent, ...]:
         known = merged.get(rows.component)
         if known is not None:
             assert known.stop == rows.start
-        start, nbytes = (known.start, known.nbytes) if known else (rows.start, 0)
-        merged[rows.component] = Rows(rows.component, start, rows.stop, nbytes + rows.nbytes)
-    return tuple(Sent(r.component, r.start, r.stop, r.nbytes, 0) for r in merged.values())
+        known = known or Rows(rows.component, rows.start, rows.start, 0)
+        nbytes, held_nbytes = known.nbytes + rows.nbytes, known.held_nbytes + rows.held_nbytes
+        merged[rows.component] = Rows(rows.component, known.start, rows.stop, nbytes, held_nbytes)
+    return tuple(Sent(r.component, r.start, r.stop, r.nbytes, 0, r.held_nbytes, 0) for r in merged.values())
+
+
+Case = tuple[int, int, Placement, Placement, list[int], set[int]]
+"""Tokens, additional rows of the target's rings, both placements, what is computed when pages go, and held pages."""
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[int, int, Placement, Placement, list[int]]:
+def cases(draw: st.DrawFn) -> Case:
     n = draw(
         st.one_of(
             st.sampled_from([1, 3, 4, 5, 15, 16, 17, 127, 128, 129, 255, 256, 257, 512, 1025]), st.integers(1, 2048)
@@ -54,27 +59,34 @@ def cases(draw: st.DrawFn) -> tuple[int, int, Placement, Placement, list[int]]:
         Placement(draw(st.integers(1, 3)), pages_here),
         Placement(draw(st.integers(1, 6)), pages_there),
         chunks,
+        draw(st.sets(st.integers(0, max(0, n // PAGE_SIZE - 1)))) if n >= PAGE_SIZE else set(),
     )
 
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
-def test_moves_every_live_byte_once_and_no_other(case: tuple[int, int, Placement, Placement, list[int]]) -> None:
-    n, extra_rows, here, there, chunks = case
+def test_moves_every_live_byte_once_and_no_other_and_nothing_of_held_pages(case: Case) -> None:
+    n, extra_rows, here, there, chunks, held = case
     target = ArenaLayout.from_geometry(make_geometry(slots=7, pages=12, extra_rows=extra_rows, draft=True))
     names = target.names
     plan = CopyPlan(Side(SOURCE, here), Side(target, there), n, names)
     pushes, n_pages_sent = [], 0
     for n_computed in chunks:
-        pushes.append(plan.full_pages(n_pages_sent, max(n_pages_sent, n_computed // PAGE_SIZE)))
+        pushes.append(plan.full_pages(n_pages_sent, max(n_pages_sent, n_computed // PAGE_SIZE), held))
         n_pages_sent = max(n_pages_sent, n_computed // PAGE_SIZE)
-    pushes.append(plan.tail(n_pages_sent))
+    pushes.append(plan.tail(n_pages_sent, held))
 
     target_arena = random_arena(target, 2)
     expected = target_arena.buffer.clone()
+    n_sent, n_held = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     for name, rows in live_positions(n, WINDOW, names).items():
-        row_nbytes = target.component(name).row_nbytes
+        component = target.component(name)
+        row_nbytes = component.row_nbytes
         for row in rows:  # the oracle: one row at a time
+            if component.scope is Scope.PAGE and row // component.rows in held:
+                n_held[name] += row_nbytes
+                continue
+            n_sent[name] += row_nbytes
             src, dst = SOURCE.row_offset(name, here, row), target.row_offset(name, there, row)
             expected[dst : dst + row_nbytes] = SOURCE_ARENA.buffer[src : src + row_nbytes]
     for push in pushes:
@@ -82,16 +94,21 @@ def test_moves_every_live_byte_once_and_no_other(case: tuple[int, int, Placement
     assert target_arena.buffer.equal(expected)
 
     written = [(c.dst, c.dst + c.nbytes) for push in pushes for c in push.copies]
-    assert sum(stop - start for start, stop in written) == sum(target.live_nbytes(n).values())
+    assert sum(stop - start for start, stop in written) == sum(n_sent.values())
     ordered = sorted(written)
     assert all(a[1] <= b[0] for a, b in pairwise(ordered)), "a byte is written twice"
-    assert check_coverage(sent_of(pushes), live_positions(n, WINDOW, names)) is None
+    claims = sent_of(pushes)
+    assert check_coverage(claims, live_positions(n, WINDOW, names)) is None
+    assert {claim.component: (claim.nbytes, claim.held_nbytes) for claim in claims} == {
+        name: (n_sent[name], n_held[name]) for name in names
+    }
+    assert {name: n_sent[name] + n_held[name] for name in names} == target.live_nbytes(n)
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_a_request_takes_few_pieces(case: tuple[int, int, Placement, Placement, list[int]]) -> None:
-    n, extra_rows, here, there, _ = case
+def test_a_request_takes_few_pieces(case: Case) -> None:
+    n, extra_rows, here, there, _, _ = case
     target = ArenaLayout.from_geometry(make_geometry(slots=7, pages=12, extra_rows=extra_rows, draft=True))
     push = CopyPlan(Side(SOURCE, here), Side(target, there), n, target.names).tail(0)
     n_full = n // PAGE_SIZE
@@ -107,6 +124,14 @@ def test_adjacent_full_pages_are_one_piece() -> None:
     plan = CopyPlan(Side(SOURCE, Placement(1, (3, 4, 5))), Side(SOURCE, Placement(2, (5, 6, 7))), 700, SOURCE.names)
     (copy,) = plan.full_pages(0, 2).copies
     assert copy.nbytes == 2 * SOURCE.page_nbytes
+
+
+def test_a_held_page_in_the_middle_parts_the_pieces_and_is_claimed() -> None:
+    plan = CopyPlan(Side(SOURCE, Placement(1, (3, 4, 5))), Side(SOURCE, Placement(2, (5, 6, 7))), 768, SOURCE.names)
+    push = plan.full_pages(0, 3, {1})
+    assert [copy.nbytes for copy in push.copies] == [SOURCE.page_nbytes] * 2
+    rows = {each.component: each for each in push.rows}["c4_kv"]
+    assert (rows.start, rows.stop, rows.nbytes) == (0, 192, 2 * rows.held_nbytes)
 
 
 def test_a_full_page_without_one_component_leaves_its_bytes_out() -> None:
@@ -148,7 +173,7 @@ def coverage_of(n: int, **changes: tuple[int, int, int] | None) -> str | None:
             del claims[name]
         else:
             claims[name] = change
-    sent = [Sent(name, start, stop, size, 0) for name, (start, stop, size) in claims.items()]
+    sent = [Sent(name, start, stop, size, 0, 0, 0) for name, (start, stop, size) in claims.items()]
     live = live_positions(n, WINDOW, SOURCE.names)
     error = check_coverage(sent, live) or check_nbytes(sent, SOURCE.live_nbytes(n))
     return error.component if error else None

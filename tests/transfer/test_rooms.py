@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from server.cache.digest import NOTHING, StateParts
 from server.decode.room import (
     Commit,
     DecodePhase,
@@ -24,6 +25,7 @@ from server.prefill.events import (
     Admitted,
     Advanced,
     BatchEnded,
+    CacheDamaged,
     CancelEngine,
     CancelPush,
     Clean,
@@ -33,6 +35,7 @@ from server.prefill.events import (
     Pushed,
     PushPages,
     PushTail,
+    QueueAgain,
     QueueMoved,
     Release,
     SenderGone,
@@ -61,6 +64,7 @@ RESERVE = reserve()
 IDS = ids_of(RESERVE)
 DONE = Done(**IDS, n=3, sent=(), pieces={}, timings=None)  # type: ignore[arg-type]
 FIRST = TokenLogprob(1, -0.5)
+PARTS = StateParts({"swa": b"8 bytes."}, frozenset())
 GONE = Failure("aborted", "the client is gone")
 
 
@@ -83,7 +87,7 @@ def prefill_room(phase: PrefillPhase = PrefillPhase.QUEUED) -> PrefillRoom:
     if phase is not PrefillPhase.QUEUED:
         room.handle(Admitted(), 1.0)
     if phase in (PrefillPhase.TRANSFER, PrefillPhase.COMMIT):
-        room.handle(Computed({"swa": 9}, 0.5, 0.1), 2.0)
+        room.handle(Computed(PARTS, 0.5, 0.1), 2.0)
         room.handle(Pushed(1, (Rows("swa", 0, 3, 96),), {"swa": 4}, last=True), 2.0)
     if phase is PrefillPhase.COMMIT:
         room.handle(BatchEnded(1, None, quiesced=True), 3.0)
@@ -193,7 +197,7 @@ class TestPrefillRoom:
         room.handle(Admitted(), 1.0)
         assert kinds(room.handle(Advanced(2), 1.5)) == [PushPages, Progress]
         room.handle(Pushed(1, (Rows("swa", 0, 2, 64),), {"swa": 1}, last=False), 1.5)
-        assert kinds(room.handle(Computed({"swa": 9}, 0.5, 0.1), 2.0)) == [PushTail]
+        assert kinds(room.handle(Computed(PARTS, 0.5, 0.1), 2.0)) == [PushTail]
         assert kinds(room.handle(Tick(), 2.05)) == [Progress], "that it is in transfer, if it still is"
         assert room.handle(Tick(), 2.06) == []
         assert room.handle(BatchEnded(1, None, quiesced=True), 2.1) == [], "the tail is still to come"
@@ -201,15 +205,62 @@ class TestPrefillRoom:
         (done,) = sent(room.handle(BatchEnded(2, None, quiesced=True), 3.0))
         assert isinstance(done, Done)
         (swa,) = done.sent
-        assert (swa.start, swa.stop, swa.nbytes, swa.digest, done.pieces) == (0, 3, 96, 9, {"swa": 4})
+        assert (swa.start, swa.stop, swa.nbytes, swa.digest, done.pieces) == (
+            0,
+            3,
+            96,
+            PARTS.digests()["swa"],
+            {"swa": 4},
+        )
         assert sent(room.handle(Tick(), 4.0)) == [done], "it is sent again until answered"
         assert kinds(room.handle(Committed(**IDS), 4.1)) == [Clean]
         assert kinds(room.handle(Cleaned(), 4.2)) == [Release, Forget]
 
+    def test_what_the_cache_had_and_what_the_decode_node_has_is_in_done(self) -> None:
+        room = PrefillRoom(RESERVE, 3, DEADLINES, 0.0)
+        room.handle(Admitted(2), 1.0)
+        room.handle(Advanced(2), 1.1)
+        room.handle(Pushed(None, (Rows("c4_kv", 0, 64, 0, 512),), {}, last=False, held=((0, 1),)), 1.2)
+        parts = StateParts({"swa": b"8 bytes.", "c4_kv": b"held....sent...."}, frozenset({"c4_kv"}))
+        room.handle(Computed(parts, 0.5, 0.1), 2.0)
+        pushed = (Rows("c4_kv", 64, 65, 8), Rows("swa", 0, 3, 96))
+        (done,) = sent(room.handle(Pushed(None, pushed, {}, last=True, held=((0, 1),)), 2.1))
+        assert isinstance(done, Done)
+        assert (done.n_reused, done.held, done.timings.chunks) == (2, ((0, 1),), 1)
+        c4_kv, swa = done.sent
+        assert (c4_kv.start, c4_kv.stop, c4_kv.nbytes, c4_kv.held_nbytes) == (0, 65, 8, 512)
+        assert (c4_kv.digest, c4_kv.held_digest) == parts.split("c4_kv", ((0, 1),))
+        assert (swa.nbytes, swa.held_nbytes, swa.held_digest) == (96, 0, NOTHING)
+
+    def test_a_refused_hit_puts_the_room_into_the_queue_again_and_the_peer_hears_of_no_failure(self) -> None:
+        room = PrefillRoom(RESERVE, 3, DEADLINES, 0.0)
+        room.handle(Admitted(2), 1.0)
+        assert kinds(room.handle(CacheDamaged(), 1.5)) == [QueueAgain]
+        assert (room.phase, room.n_reused, room.active) == (PrefillPhase.QUEUED, 0, True)
+        room.handle(Admitted(), 1.75)
+        room.handle(Computed(PARTS, 0.5, 0.1), 2.0)
+        (done,) = sent(room.handle(Pushed(None, (Rows("swa", 0, 3, 96),), {}, last=True), 2.5))
+        assert isinstance(done, Done)
+        assert done.n_reused == 0
+        timings = done.timings
+        assert (timings.queued_s, timings.prefill_s, timings.transfer_s) == (1.25, 0.75, 0.5), "both times together"
+
+    def test_in_the_queue_again_its_deadline_counts_anew(self) -> None:
+        room = prefill_room(PrefillPhase.PREFILL)
+        room.handle(CacheDamaged(), 5.0)
+        assert Failed not in kinds(room.handle(Tick(), 4.9 + DEADLINES.queued_s))
+        assert kinds(room.handle(Tick(), 5.1 + DEADLINES.queued_s)) == [Failed, Quiesced]
+
+    def test_a_hit_that_is_refused_after_the_end_leaves_memory_to_clean(self) -> None:
+        room = prefill_room(PrefillPhase.PREFILL)
+        assert kinds(room.handle(Abort(**IDS, reason="bye"), 2.0)) == [CancelEngine]
+        assert kinds(room.handle(CacheDamaged(), 2.1)) == [Quiesced, Clean]
+        assert kinds(room.handle(Cleaned(), 2.2)) == [Release, Forget]
+
     def test_done_waits_for_every_batch(self) -> None:
         room = prefill_room(PrefillPhase.PREFILL)
         room.handle(Pushed(1, (Rows("swa", 0, 2, 64),), {"swa": 1}, last=False), 1.5)
-        room.handle(Computed({"swa": 9}, 0.5, 0.1), 2.0)
+        room.handle(Computed(PARTS, 0.5, 0.1), 2.0)
         room.handle(Pushed(2, (Rows("swa", 2, 3, 32),), {"swa": 3}, last=True), 2.2)
         assert room.handle(BatchEnded(2, None, quiesced=False), 2.3) == []
         assert kinds(room.handle(BatchEnded(1, None, quiesced=True), 2.4)) == [Done]
@@ -301,7 +352,7 @@ class TestPrefillRoom:
 
     def test_a_missing_digest_fails_the_room(self) -> None:
         room = prefill_room(PrefillPhase.PREFILL)
-        room.handle(Computed({}, 0.5, 0.1), 2.0)
+        room.handle(Computed(StateParts({}, frozenset()), 0.5, 0.1), 2.0)
         room.handle(Pushed(1, (), {"swa": 1}, last=True), 2.0)
         assert kinds(room.handle(BatchEnded(1, None, quiesced=True), 2.1)) == [Failed, Quiesced, Clean]
 

@@ -2,7 +2,7 @@
 
 import { byId, count, el, setText } from "./dom.js";
 
-const STATES = { ".": "free", R: "reserved", C: "committed", Q: "quarantined" };
+const STATES = { ".": "free", K: "cached", S: "shared", R: "reserved", C: "committed", Q: "quarantined" };
 const GAP = 2;
 const SIDES = [16, 14, 12, 10, 8, 6, 5, 4];
 const MAX_HEIGHT = 132;

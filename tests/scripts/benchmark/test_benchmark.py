@@ -17,8 +17,9 @@ from benchmark import startup
 from benchmark.checkpoints import Checkpoints
 from benchmark.in_process import decode_round, tokens_that_fit
 from benchmark.main import PARTS, parse_args
-from benchmark.measurement import BenchFailed, Measurement, Prompt, Stream, decode_rate, percentile
-from benchmark.servers import build_kernels
+from benchmark.measurement import BenchFailed, Measurement, Prompt, Stream, decode_rate, n_beyond, percentile
+from benchmark.prefix import Fresh
+from benchmark.servers import build_kernels, without_prefixes
 from benchmark.session import Pace, Prompts, Session, Sizes
 from benchmark.startup import measure_startup
 from cluster import Node
@@ -96,6 +97,43 @@ def test_a_ratio_is_that_of_medians() -> None:
     assert m.as_json()["ratios"] == {"a / b": 2.0}
     assert m.as_json()["differences"] == {"a - b": 2.0}
     assert m.as_json()["variants"]["a"] == {"median": 4.0, "min": 1.0, "max": 100.0, "values": [1.0, 4.0, 100.0]}
+
+
+def test_an_interval_is_that_of_the_rounds_ratios() -> None:
+    m = measurement(("a", "b"))
+    for ratio in (1.6, 1.1, 1.2, 1.3, 1.4, 1.5):
+        m.add("a", ratio * 10)
+        m.add("b", 10.0)
+    assert m.as_json()["intervals"] == {"a / b": (1.1, 1.6)}
+    for ratio in (0.1, 1.7, 1.8):
+        m.add("a", ratio * 10)
+        m.add("b", 10.0)
+    assert m.interval("a", "b") == (1.1, 1.7), "the second of nine from either end"
+    m.add("b", 10.0)
+    assert m.interval("a", "b") is None, "rounds of one variant alone"
+
+
+@pytest.mark.parametrize(("n_values", "n_outside"), [(0, 0), (5, 0), (6, 1), (8, 1), (9, 2), (20, 6)])
+def test_so_many_values_are_left_out_at_either_end(n_values: int, n_outside: int) -> None:
+    """As in any table of the sign test."""
+    assert n_beyond(n_values) == n_outside
+
+
+def test_fresh_prompts_share_no_page() -> None:
+    fresh = Fresh(Prompts(BUNDLED_MODEL))
+    prompts = [fresh.one(300) for _ in range(500)]
+    assert len({prompt[:256] for prompt in prompts}) == len(prompts)
+
+
+def test_a_checkout_is_told_to_keep_no_prefix_if_it_can(tmp_path: Path) -> None:
+    assert without_prefixes(None) == ("--prefix-cache", "off")
+    assert without_prefixes(tmp_path) == ()
+    options = tmp_path / "server" / "node" / "options.py"
+    options.parent.mkdir(parents=True)
+    options.write_text("--pages")
+    assert without_prefixes(tmp_path) == ()
+    options.write_text("--prefix-cache")
+    assert without_prefixes(tmp_path) == ("--prefix-cache", "off")
 
 
 def session(**sizes: Any) -> Session:
@@ -212,6 +250,16 @@ def test_one_pair_and_one_node_serve_several_parts(tmp_path: Path) -> None:
     (last,) = (m for m in found if m["part"] == "growth" and m["size"]["tokens"] == 128)
     assert last["details"]["moved_nbytes"] > 0
     assert set(last["details"]["step_ms"]) == {"PD", "local"}
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_a_pair_that_keeps_prefixes_sends_less_of_them(tmp_path: Path) -> None:
+    found = quick_run(tmp_path / "report.json", "prefix")
+    sent = [m for m in found if m["unit"] == "bytes"]
+    assert len(sent) == 2
+    assert all(m["ratios"]["cache / off"] < 1 for m in sent)
+    assert all("cache / off" in m["ratios"] for m in found)
 
 
 @pytest.mark.full

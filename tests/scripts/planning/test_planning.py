@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from planning.main import main, paper_of, parse_args
 from planning.paper import ROW_FORMATS, Paper
@@ -49,6 +51,30 @@ def test_hand_offs_are_as_large_as_they_must_be(
     assert found == [by_hand(layers, hidden, n, row, key) for row, key in ROW_AND_KEY]
     for nbytes, mib in zip(found, PUBLISHED[n][column] if n in PUBLISHED else (), strict=False):
         assert nbytes / MIB == pytest.approx(mib, abs=0.5 if n > 100_000 else 0.05)
+
+
+@pytest.mark.parametrize(("config", "layers", "hidden"), [("flash", (2, 21, 20), 4096), ("pro", (0, 30, 31), 7168)])
+def test_a_snapshot_is_what_a_hand_off_has_in_the_slot(config: str, layers: tuple[int, int, int], hidden: int) -> None:
+    """Without the hand-off row's head. At a page's end no group is open."""
+    plan = paper("--config", config)
+    for rows, (row, key) in zip(ROW_FORMATS, ROW_AND_KEY, strict=True):
+        pages = plan.node(rows).page_nbytes * 4
+        assert plan.snapshot_nbytes(rows) == by_hand(layers, hidden, 1024, row, key) - pages - HEADER
+
+
+def test_the_document_of_prefix_reuse_has_the_sizes_of_the_nodes() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "prefix-reuse.md").read_text(encoding="utf-8")
+    bundled = paper("--config", str(BUNDLED_MODEL), "--dtype", "float32")
+    plans = [("Flash", paper("--config", "flash")), ("Pro", paper("--config", "pro"))]
+    lines = [("bundled", bundled, ROW_FORMATS[0], "float32")]
+    lines += [
+        (name, plan, rows, said)
+        for name, plan in plans
+        for rows, said in zip(ROW_FORMATS[:2], ("bf16", "fp8"), strict=True)
+    ]
+    for name, plan, rows, said in lines:
+        page, snapshot = plan.node(rows).page_nbytes, plan.snapshot_nbytes(rows)
+        assert f"| {name} | {said} | {page:,} B | {snapshot:,} B | {snapshot / page:.1f} |" in text
 
 
 def test_the_report_has_every_table(capsys: pytest.CaptureFixture[str]) -> None:

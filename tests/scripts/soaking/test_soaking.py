@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,20 @@ def test_a_plan_has_every_disturbance_and_one_role_that_lives_on(prefill_nodes: 
     assert ended[0] != ended[1], "prefill and decode take turns"
 
 
+def beginnings(plan: Plan) -> Counter[tuple[str | None, tuple[int, ...]]]:
+    """The first pages of its longer prompts, with their salts."""
+    bodies = [question.body for question in plan.questions if isinstance(question.body.get("prompt"), list)]
+    return Counter((b.get("cache_salt"), tuple(b["prompt"][:256])) for b in bodies if len(b["prompt"]) > 256)
+
+
+def test_half_of_the_prompts_share_their_beginnings() -> None:
+    found = beginnings(make_plan(3, 600))
+    assert len([count for count in found.values() if count > 1]) > 5
+    assert {salt for salt, _ in found} == {None, "one", "two"}
+    alone = beginnings(make_plan(3, 600, n_prefixes=0))
+    assert set(alone.values()) == {1}
+
+
 @pytest.mark.parametrize(
     ("outcome", "event"),
     [
@@ -80,6 +95,7 @@ def test_what_may_happen_is_no_finding(outcome: Outcome, event: Event) -> None:
         (error(502, "peer_lost"), QUIET, "should harm nobody"),
         (error(500, "internal_error"), KILL_P, "no disturbance explains"),
         (error(502, "component_mismatch"), KILL_P, "no disturbance explains"),
+        (error(502, "prefix_damaged"), KILL_P, "no disturbance explains"),
         (error(400, "bad_token"), KILL_P, "says nothing"),
         (Outcome(End.BROKEN, 200, {"code": "ReadError"}, BEGUN), KILL_P, "connection broke"),
     ],
@@ -147,10 +163,12 @@ def check(report: Report) -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_small_soak_finds_nothing(tmp_path: Path) -> None:
-    plan = of_kinds(make_plan(1, 200), Kind.KILL, Kind.FAILED_WRITES, Kind.LOST_MESSAGES)
+    plan = of_kinds(make_plan(1, 200), Kind.KILL, Kind.FAILED_WRITES, Kind.FLUSH, Kind.LOST_MESSAGES)
     report = run(plan, tmp_path)
     check(report)
     assert max(report.lives.values()) == 2
+    assert report.prefix["tokens_reused"] > 0
+    assert report.prefix["bytes_held"] > 0
 
 
 @pytest.mark.full
