@@ -203,9 +203,10 @@ class Allocator:
         grant = self._grant(owner)
         pages = list(grant.placement.pages)
         replaced = [pages[place] for place in places]
-        if missing := [page for page in places.values() if page not in grant.read]:
+        own, read = set(grant.own), set(grant.read)
+        if missing := [page for page in places.values() if page not in read]:
             raise AllocatorError(f"{owner} does not hold the cached pages {missing}")
-        if missing := [page for page in replaced if page not in grant.own]:
+        if missing := [page for page in replaced if page not in own]:
             raise AllocatorError(f"pages {missing} are not {owner}'s own")
         for place, page in places.items():
             pages[place] = page
@@ -250,8 +251,8 @@ class Allocator:
             self._discarded.remove(page)
             del self._readers[page]
         self._free(free)
-        if cached:
-            self.on_unread(cached)
+        if cached or free:
+            self.on_unread([*cached, *free])
 
     def _free(self, pages: Sequence[int], slot: int = 0) -> None:
         """Slot 0 is never handed out: here it is none."""

@@ -332,9 +332,12 @@ class PrefixCache:
         return self._by_id.get(page)
 
     def _unread(self, pages: Sequence[int]) -> None:
-        """The last readers of ``pages`` have left."""
+        """The last readers of ``pages`` have left. Some may be given up already."""
         now = next(self._clock)
-        for page in (self._by_id[page] for page in pages):
+        for number in pages:
+            if (page := self._by_id.get(number)) is None:
+                self._owners.unshare(number)
+                continue
             page.used = now
             self._list_if_leaf(page)
         self.trim()
@@ -379,7 +382,8 @@ class PrefixCache:
             left += (self._pages[key] for key in dropped.children)
             self._drop_snapshot(dropped)
             del self._pages[dropped.key], self._by_id[dropped.page]
-            self._owners.unshare(dropped.page)
+            if not self._allocator.n_readers(dropped.page):
+                self._owners.unshare(dropped.page)
             self._allocator.discard(dropped.page)
         if page.parent is not None:
             page.parent.children.discard(page.key)

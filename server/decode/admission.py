@@ -10,11 +10,10 @@ import msgspec
 import numpy as np
 
 from server.cache.allocator import Allocator
-from server.cache.handoff import prompt_hash
+from server.cache.handoff import packed_prompt_hash
 from server.engine.prompt_logprobs import over_limit
 from server.engine.request import GenerationRequest, SamplingParams
 from server.failure import Failure, RequestFailed
-from server.transfer.frames import pack_tokens
 from server.transfer.protocol import MAX_ROOM, RoomRequest, RoutedRequest, Sampling
 
 
@@ -77,12 +76,12 @@ def wire_sampling(sampling: SamplingParams) -> Sampling:
         raise RequestFailed(Failure("bad_sampling", f"a sampling parameter is out of range: {error}")) from error
 
 
-def wire_request(request: GenerationRequest, sampling: Sampling) -> RoomRequest | RoutedRequest:
-    """The request as a prefill node gets it: without the prompt if a router sends it that."""
-    request_id, prompt = request.request_id[:256], request.prompt_ids
+def wire_request(request: GenerationRequest, prompt: bytes, sampling: Sampling) -> RoomRequest | RoutedRequest:
+    """The request as a prefill node gets it: without the packed ``prompt`` if a router sends it that."""
+    request_id, salt = request.request_id[:256], request.cache_salt
     if request.routed is not None:
-        return RoutedRequest(request_id, len(prompt), prompt_hash(prompt), sampling, request.cache_salt)
-    return RoomRequest(request_id, pack_tokens(prompt), sampling, request.cache_salt)
+        return RoutedRequest(request_id, len(request.prompt_ids), packed_prompt_hash(prompt), sampling, salt)
+    return RoomRequest(request_id, prompt, sampling, salt)
 
 
 def tokens_held(request: GenerationRequest, spec_tokens: int, *, is_local: bool) -> int:

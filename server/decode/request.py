@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from server.cache.layout import Placement
 from server.cache.prefix import CachedPage, PromptKeys
@@ -14,10 +15,12 @@ from server.engine.request import GenerationRequest
 from server.failure import Failure
 from server.telemetry.rooms import RoomRecorder
 from server.transfer.checks import Check
+from server.transfer.frames import pack_tokens
 from server.transfer.protocol import Registration, Sampling
 from server.transfer.rooms import RoomKey
 
 MAX_RETRIES = 1
+"""On another prefill node."""
 
 
 @dataclass
@@ -42,11 +45,11 @@ class DecodeRequest:
     memory, and says when it does no more. ``scores`` are the rows of the prompt's log probabilities, where they are
     computed here.
 
-    ``offered`` are cached pages that the prompt begins with, pinned until its state is proved. ``keys`` are those of
-    the prompt's pages. ``expected`` is what its room waits for.
+    ``offered`` are cached pages that the prompt begins with, pinned until its state is proved; there are none unless it
+    ``may_offer``. ``keys`` are those of the prompt's pages. ``expected`` is what its room waits for.
 
-    A second attempt has the same ``generation``, ``avoids`` the prefill nodes that failed, and says why the one before
-    ``failed_before``. Both write the same ``record``. This attempt began to wait at ``enqueued_at``, in seconds of the
+    A further attempt has the same ``generation``, ``avoids`` the prefill nodes that failed, and says why the one before
+    ``failed_before``. All write the same ``record``. This attempt began to wait at ``enqueued_at``, in seconds of the
     node's clock.
     """
 
@@ -61,6 +64,7 @@ class DecodeRequest:
     avoids: tuple[PrefillLink, ...] = ()
     failed_before: Failure | None = None
     n_retries: int = 0
+    may_offer: bool = True
     keys: PromptKeys | None = None
     placement: Placement | None = None
     offered: tuple[CachedPage, ...] = ()
@@ -70,28 +74,30 @@ class DecodeRequest:
     resumed: bool = False
     scores: bytearray = field(default_factory=bytearray)
 
-    @property
-    def had_damaged_prefix(self) -> bool:
-        """Whether the attempt before held pages here that were not the prefill node's."""
-        return self.failed_before is not None and self.failed_before.code == PREFIX_DAMAGED
+    @cached_property
+    def packed_prompt(self) -> bytes:
+        """The prompt's ids as little-endian int32."""
+        return pack_tokens(self.request.prompt_ids)
 
     @property
     def is_committed(self) -> bool:
         return self.room is not None and self.room.phase is DecodePhase.COMMITTED
 
     def may_be_retried(self, failure: Failure) -> bool:
-        """Whether ``failure`` is not the request's own fault, and somebody still waits for the answer.
+        """Whether ``failure`` is not the request's own fault, and somebody still waits for the answer: once because of
+        a prefill node, and once because of pages of this node.
 
         A router tries another prefill node itself, with another room, also after damage here: the damaged pages are
         forgotten by then, and the prefill node has told its client of the failure already.
         """
-        may_be = failure.kind.may_be_retried and self.request.routed is None
-        return may_be and self.n_retries < MAX_RETRIES and not self.generation.ended
+        if not failure.kind.may_be_retried or self.request.routed is not None or self.generation.ended:
+            return False
+        return self.may_offer if failure.code == PREFIX_DAMAGED else len(self.avoids) < MAX_RETRIES
 
     def next_attempt(self, key: RoomKey, link: PrefillLink, failure: Failure, now: float) -> DecodeRequest:
         """The same request once more, after ``failure`` with ``link``: ``key`` has a new epoch, memory is open.
 
-        If only pages of this node were damaged, ``link`` is asked again.
+        If only pages of this node were damaged, ``link`` is asked again, and nothing is offered any more.
         """
         is_here = failure.code == PREFIX_DAMAGED
         return DecodeRequest(
@@ -105,5 +111,6 @@ class DecodeRequest:
             avoids=self.avoids if is_here else (*self.avoids, link),
             failed_before=failure,
             n_retries=self.n_retries + 1,
+            may_offer=self.may_offer and not is_here,
             keys=self.keys,
         )

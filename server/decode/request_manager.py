@@ -239,7 +239,14 @@ class RequestManager:
             if link is None and not self._is_local:
                 continue  # its prefill node registers anew; the others need not wait for that
             n_held = tokens_held(req.request, self._settings.spec_tokens, is_local=self._is_local)
-            if not self._memory.grant(req, n_held) or (placement := req.placement) is None:
+            try:
+                placement = self._memory.grant(req, n_held)
+            except Exception as error:
+                log.exception("%s could not be granted memory", req.key)
+                self._fail_waiting([(req, internal_error("decode", error))])
+                self._memory.give_back(req)
+                continue
+            if placement is None:
                 return
             self.queue.remove(req)
             self.queue.note_progress()

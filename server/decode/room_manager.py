@@ -198,7 +198,7 @@ class DecodeRoomManager:
         deadlines, components = self._deadlines, self.peers.components
         if not req.request.sampling.max_tokens:
             components = (HANDOFF,)  # nothing is decoded from the rest
-        asked = wire_request(req.request, req.sampling)
+        asked = wire_request(req.request, req.packed_prompt, req.sampling)
         offered = tuple(cached.page for cached in req.offered)
         req.expected = Expected.of(self._arena, placement, components, req.key, asked, offered)
         reserve = Reserve(

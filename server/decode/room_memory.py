@@ -16,6 +16,7 @@ from server.engine.events import Finished
 from server.failure import Failure
 from server.node.context import NodeContext
 from server.transfer.checks import Check
+from server.transfer.frames import pack_tokens
 
 
 class RoomMemory:
@@ -31,28 +32,28 @@ class RoomMemory:
         self._hooks = context.hooks
         self._cache = None if is_local else context.prefix_cache
 
-    def grant(self, req: DecodeRequest, n_tokens: int) -> bool:
+    def grant(self, req: DecodeRequest, n_tokens: int) -> Placement | None:
         """Gives ``req`` a slot and pages for ``n_tokens``, stamped as its own, and pins the cached pages that are
-        offered for it; False if they are not free now.
+        offered for it; None if they are not free now.
         """
         offered = self._offer(req, n_tokens)
         placement = self._allocator.reserve(req.key, n_tokens, pinned=[cached.page for cached in offered])
         if placement is None:
-            return False
+            return None
         req.placement, req.offered = placement, offered
         self._owners.stamp(_with_offers(placement, offered), req.key.owner)
         if offered and self._cache is not None:
             self._hooks.offering(req.key, offered, self._cache)
-        return True
+        return placement
 
     def _offer(self, req: DecodeRequest, n_tokens: int) -> tuple[CachedPage, ...]:
         """The longest cached chain that the prompt begins with, as far as the pools have room for it beside the
         request's own pages: nothing cached delays an admission.
         """
-        if self._cache is None or not req.request.sampling.max_tokens or req.had_damaged_prefix:
+        if self._cache is None or not req.may_offer or not req.request.sampling.max_tokens:
             return ()
         if req.keys is None:
-            req.keys = self._cache.keys_of(req.request.prompt_ids, req.request.cache_salt)
+            req.keys = self._cache.keys_of(req.packed_prompt, req.request.cache_salt)
         found = self._cache.match(req.keys)
         spare = self._allocator.n_available - self._allocator.pages_for(n_tokens)
         taken = itertools.accumulate(not self._allocator.n_readers(cached.page) for cached in found)
@@ -93,7 +94,8 @@ class RoomMemory:
             return
         keys = req.keys
         if keys is None or finished.pages:
-            keys = self._cache.keys_of(finished.tokens or req.request.prompt_ids, req.request.cache_salt)
+            answer = finished.tokens[len(req.request.prompt_ids) :]
+            keys = self._cache.keys_of(req.packed_prompt + pack_tokens(answer), req.request.cache_salt)
         held = set(req.expected.held_pages)
         for index, digest in enumerate((*req.expected.page_digests, *finished.pages)):
             if index not in held:

@@ -20,6 +20,7 @@ from server.decode.verify import Evidence, Expected, verify
 from server.engine.request import GenerationRequest, TokenLogprob
 from server.failure import Failure
 from server.transfer.checks import Check
+from server.transfer.frames import pack_tokens
 from server.transfer.plan import CopyPlan, Side
 from server.transfer.protocol import Done, Registration, Sent, Timings, room_ids
 from server.transfer.rooms import RoomKey
@@ -63,7 +64,7 @@ class Received:
 def received(held: PageRanges = ((1, 3),)) -> Received:
     prompt = tuple(int(i) for i in np.random.default_rng(5).integers(1, 100, N))
     request = GenerationRequest("r", prompt)
-    asked = wire_request(request, wire_sampling(request.sampling))
+    asked = wire_request(request, pack_tokens(prompt), wire_sampling(request.sampling))
     theirs, arena = random_arena(LAYOUT, 1), random_arena(LAYOUT, 2)
     write_handoff(theirs, THEIRS, Handoff(KEY.room, KEY.epoch, N, prompt_hash(prompt), 9, -0.5, (), torch.zeros(2, 8)))
     written = {page for page in range(5) if not any(first <= page < stop for first, stop in held)}

@@ -11,7 +11,7 @@ import pytest
 
 from server.cache.digest import PageRanges, StateParts
 from server.cache.layout import Placement, Run
-from server.cache.prefix import CachedPage
+from server.cache.prefix import CachedPage, PrefixCache
 from server.engine.events import Event, PrefillFinished
 from server.engine.request import FinishReason, GenerationRequest, RoutedRoom, RouteInfo
 from server.failure import RequestFailed
@@ -225,7 +225,7 @@ async def test_damage_in_a_held_page_is_forgotten_and_the_same_node_is_asked_aga
     await answer(d.node, request(LONG))
     await until(lambda: is_over(d))
 
-    def offering(_key: Hashable, pages: Sequence[CachedPage]) -> None:
+    def offering(_key: Hashable, pages: Sequence[CachedPage], _cache: PrefixCache) -> None:
         flip(d, pages[damaged].page)
 
     with monkeypatch.context() as patched:
@@ -343,8 +343,8 @@ async def test_a_page_given_up_between_offer_and_commit_is_still_read_and_free_a
     await answer(d.node, request(LONG))
     await until(lambda: is_over(d))
 
-    def offering(_key: Hashable, _pages: Sequence[CachedPage]) -> None:
-        d.parts.prefix_cache.flush()
+    def offering(_key: Hashable, _pages: Sequence[CachedPage], cache: PrefixCache) -> None:
+        cache.flush()
 
     with monkeypatch.context() as patched:
         patched.setattr(d.parts.hooks, "offering", offering)
@@ -405,6 +405,70 @@ async def test_an_attempt_after_damage_asks_another_node_if_its_own_is_gone(
     first = next(p for p, script in scripts if PAGES in script.offered)
     await pair.stop(first)
     route = await generation.route()
-    assert (route.prefill == f"127.0.0.1:{first.node.bootstrap_port}", route.n_retries) == (False, 1)
+    assert route.prefill != f"127.0.0.1:{first.node.bootstrap_port}"
     assert [token async for output in generation for token in output.token_ids] == expected(follow_up(request(LONG)))
     assert d.engine.wrong_bytes == []
+
+
+async def test_turns_of_a_chat_send_only_what_is_new(pair: Pair) -> None:
+    """Both nodes are real: P computes on from its cache, compares what is offered, and sends the rest."""
+    p = await pair.prefill(reuse=True)
+    d = await pair.decode(p, geometry=make_geometry(extra_rows=2, slots=4, pages=30), reuse=True)
+    layout, asked, n_before = d.arena.layout, request(300, max_tokens=60), 0
+    for _turn in range(8):
+        tokens, route = await routed(d, asked)
+        assert tokens == expected(asked)
+        n = len(asked.prompt_ids)
+        n_held = n_before // PAGE_SIZE
+        total = sum(layout.live_nbytes(n).values())
+        assert sum(route.transfer_bytes.values()) == total - n_held * layout.page_nbytes
+        await until(lambda: is_over(d) and is_over(p))
+        record = d.node.manager.records.find(route.room)
+        assert record is not None
+        assert record.tokens.reused == route.cached_tokens
+        n_before = n + len(tokens) - 1
+        asked = follow_up(asked, n_more=200, max_tokens=60)
+    assert route.cached_tokens >= PAGE_SIZE
+    assert d.engine.wrong_bytes == p.engine.wrong_bytes == []
+    assert d.metric("pd_check_failures_total", check="digest", component="c4_kv") == 0
+
+
+async def test_after_damage_here_the_prefill_node_is_not_to_blame(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same one is asked again, and if that fails for a reason of its own, there is still another."""
+    nodes = [await pair.prefill(), await pair.prefill()]
+    scripts = [ScriptedPrefill(p, monkeypatch) for p in nodes]
+    d = await pair.decode(*nodes, geometry=make_geometry(extra_rows=2, slots=4, pages=15), reuse=True)
+    await answer(d.node, request(LONG))
+    await until(lambda: is_over(d))
+    flip(d, d.parts.prefix_cache.match(d.parts.prefix_cache.keys_of(request(LONG).prompt_ids))[0].page)
+    for script in scripts:
+        script.held = ((0, PAGES),)
+    tokens, route = await routed(d, follow_up(request(LONG)))
+    assert tokens == expected(follow_up(request(LONG)))
+    asked = next(p for p, script in zip(nodes, scripts, strict=True) if PAGES in script.offered)
+    assert (route.prefill, route.n_retries) == (f"127.0.0.1:{asked.node.bootstrap_port}", 1)
+    await until(lambda: is_over(d))
+    flip(d, d.parts.prefix_cache.match(d.parts.prefix_cache.keys_of(request(LONG).prompt_ids))[0].page)
+    for script in scripts:
+        script.held, script.lie = ((0, PAGES),), lambda done: done if done.held else msgspec.structs.replace(done, n=1)
+    with pytest.raises(RequestFailed):
+        await answer(d.node, follow_up(request(LONG)))
+    assert [script.offered[-1] for script in scripts] == [0, 0]
+
+
+async def test_a_request_that_cannot_be_granted_memory_fails_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, d, _ = await start(pair, monkeypatch)
+    await answer(d.node, request(LONG))
+    await until(lambda: is_over(d))
+
+    def offering(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(d.parts.hooks, "offering", offering)
+        with pytest.raises(RequestFailed, match="broken on purpose") as caught:
+            await answer(d.node, follow_up(request(LONG)))
+    assert caught.value.code == "internal_error"
+    assert is_over(d)
+    assert cached(d) == PAGES
+    assert await answer(d.node, follow_up(request(LONG))) == expected(follow_up(request(LONG)))
