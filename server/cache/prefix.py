@@ -280,15 +280,9 @@ class PrefixCache:
             parent.children.add(key)
         return True
 
-    def keep_snapshot(self, snapshot: Snapshot, keys: PromptKeys | None = None) -> bool:
-        """Takes a snapshot of a prefix of ``keys`` whose pages are here. False: they are not, or it is too large.
-
-        Without ``keys`` its own key is trusted to be of no other prefix.
-        """
-        if keys is None:
-            page = self._pages.get(snapshot.key)
-        else:
-            page = self._follow(keys, min(snapshot.n // self._page_size, len(keys)))
+    def keep_snapshot(self, snapshot: Snapshot, keys: PromptKeys) -> bool:
+        """Takes a snapshot of a prefix of ``keys`` whose pages are here. False: they are not, or it is too large."""
+        page = self._follow(keys, min(snapshot.n // self._page_size, len(keys)))
         if page is None or page.key != snapshot.key or self._end_of(page) != snapshot.n:
             return False
         if page.snapshot is not None or snapshot.nbytes > self._snapshot_nbytes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from server.cache.arena import POISON_BYTE, Arena
 from server.cache.digest import StateDigests
 from server.cache.layout import Placement, Run
+from server.cache.live import live_positions
 from server.cache.prefix import CachedPage, PrefixCache, PrefixHit
 from server.cache.snapshots import Snapshot, slot_names
 from server.cache.specs import Scope
@@ -82,9 +83,11 @@ class PrefixFaults:
         self._arena.write(run, bytes((self._arena.read([run])[0] ^ _BIT,)))
 
     def _flipped(self, snapshot: Snapshot) -> Snapshot:
-        """In the first row."""
+        """In the last row of the first component, in its first layer: the next tokens read it in all layers."""
         layout, data = self._arena.layout, bytearray(snapshot.data)
-        data[layout.component(slot_names(layout)[0]).row_nbytes - 1] ^= _BIT
+        c = layout.component(slot_names(layout)[0])
+        rows = live_positions(snapshot.n, layout.window, (c.name,))[c.name]
+        data[(len(rows) - 1) * c.row_nbytes + c.row_nbytes // len(c.layer_ids) - 1] ^= _BIT
         return replace(snapshot, data=bytes(data))
 
     def _runs(self, page: CachedPage) -> list[Run]:

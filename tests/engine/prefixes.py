@@ -127,7 +127,7 @@ class Reusing:
                     self.cache.keep_page(owner, owner, keys, index, digest)
                     index += 1
             elif isinstance(event, SnapshotTaken):
-                assert self.cache.keep_snapshot(event.snapshot)
+                assert self.cache.keep_snapshot(event.snapshot, keys)
         self.release(owner)
         return keys
 
