@@ -95,7 +95,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
 """Which of our packages may import a third-party one (launchers may import any)."""
 
 FAULTS_KNOWN_TO = {
-    "server.node.build": {"server.faults.injection", "server.faults.spec"},
+    "server.node.build": {"server.faults.hooks", "server.faults.injection", "server.faults.spec"},
     "server.node.run": {"server.faults.spec"},
     "server.doctor.network": {"server.faults.spec"},
     "server.node.context": {"server.faults.hooks"},

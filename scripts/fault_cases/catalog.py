@@ -1,11 +1,12 @@
 """Faults that users of PD servers have reported, and what shows here that they cannot happen again.
 
-Each is staged (:mod:`wrong`, :mod:`hangs`), or has tests, or both, or a sentence that says why it cannot happen here.
+Each is staged (:mod:`wrong`, :mod:`hangs`, :mod:`prefixes`), or has tests, or both, or a sentence that says why it
+cannot happen here.
 """
 
 from __future__ import annotations
 
-from fault_cases import hangs, wrong  # noqa: F401 - their plays fill STAGED
+from fault_cases import hangs, prefixes, wrong  # noqa: F401 - their plays fill STAGED
 from fault_cases.reports import STAGED, Entry
 
 ENTRIES = (

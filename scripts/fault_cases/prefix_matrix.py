@@ -1,7 +1,8 @@
 """Which check notices damage to what is cached: on either node, with every check on and with each of them off in turn.
 
-Every case has a new prefix of two pages, which both nodes have cached: the prefill node goes on from its snapshot, the
-decode node offers its pages. The right answer is that of the same pair under another salt, which finds nothing.
+Every case has a new prompt with two full pages, which is asked twice. The first answer is the right one: nothing was
+cached. Then both nodes have its pages, and the fault strikes: the prefill node goes on from its snapshot, the decode
+node offers its pages.
 """
 
 from __future__ import annotations
@@ -90,44 +91,43 @@ class PrefixBench:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
         self._random = random.Random(0)
-        self._n_salts = 0
 
     async def seen(self, case: Case, off: Off = ()) -> Seen:
         """Raises :class:`ClusterFailed` if the pair does not answer without a fault, or nothing was cached."""
         unchecked = [f"unchecked:{check}" for check in off]
-        collides = case.node == "either"
+        prompt, collides = self._ids(N_PAGES * PAGE_SIZE + N_SUFFIX), case.node == "either"
+        right = await self._cached(prompt)
         if collides:
             self._pair.arm(prefill=[case.fault], decode=[case.fault])
-        prefix, suffix = await self._cached_prefix(), self._ids(N_SUFFIX)
-        if collides:
-            prefix = self._ids(len(prefix))
-        right = await self._answer([*prefix, *suffix], salted=True)
+            await self._cached(self._ids(len(prompt)))
         self._pair.arm(
             prefill=[*case.faults("prefill"), *unchecked],
             decode=[*case.faults("decode"), *unchecked],
         )
         before, reused = self._pair.totals("pd_check_failures_total"), self._reused()
-        outcome = await self._ask([*prefix, *suffix], salted=False)
+        outcome = await self._ask(prompt)
         found = self._pair.totals("pd_check_failures_total") - before
         self._pair.arm()
-        if not collides and not found and self._reused() == reused:
-            raise ClusterFailed(f"{case.fault}: nothing was taken out of the cache")
         noticed = ", ".join(sorted({check for check, _ in found})) or NOBODY
         if outcome.end is not End.ANSWERED:
             return Seen(noticed, f"HTTP {outcome.status} `{outcome.error.get('code')}`")
+        if not found and (self._reused() > reused) is collides:
+            raise ClusterFailed(f"{case.fault} on {case.node}: {self._reused() - reused} tokens out of the cache")
         return Seen(noticed, RIGHT if outcome.choices == right.choices else WRONG)
 
     async def warm_up(self) -> None:
         """A hit: a stale snapshot needs one before."""
         self._pair.arm()
-        await self._answer([*await self._cached_prefix(), *self._ids(N_SUFFIX)], salted=False)
+        prompt = self._ids(N_PAGES * PAGE_SIZE + N_SUFFIX)
+        await self._cached(prompt)
+        await self._answer(prompt)
 
-    async def _cached_prefix(self) -> list[int]:
-        """A new one, which both nodes have, with a snapshot behind each page."""
-        prefix = self._ids(N_PAGES * PAGE_SIZE)
-        for n_pages in range(1, N_PAGES + 1):
-            await self._answer([*prefix[: n_pages * PAGE_SIZE], *self._ids(N_SUFFIX)], salted=False)
-        return prefix
+    async def _cached(self, prompt: Sequence[int]) -> Outcome:
+        """The answer to a new prompt, of which both nodes then have all pages, with a snapshot behind each."""
+        answer = await self._answer(prompt)
+        for n_pages in range(1, N_PAGES):
+            await self._answer([*prompt[: n_pages * PAGE_SIZE], *self._ids(N_SUFFIX)])
+        return answer
 
     def _ids(self, n: int) -> list[int]:
         return self._random.choices(range(10, 500), k=n)
@@ -135,13 +135,13 @@ class PrefixBench:
     def _reused(self) -> int:
         return self._pair.totals("pd_prefix_reused_tokens_total").total()
 
-    async def _answer(self, prompt: Sequence[int], *, salted: bool) -> Outcome:
-        outcome = await self._ask(prompt, salted=salted)
+    async def _answer(self, prompt: Sequence[int]) -> Outcome:
+        outcome = await self._ask(prompt)
         if outcome.end is not End.ANSWERED:
             raise ClusterFailed(f"a request without any fault failed: {outcome}")
         return outcome
 
-    async def _ask(self, prompt: Sequence[int], *, salted: bool) -> Outcome:
+    async def _ask(self, prompt: Sequence[int]) -> Outcome:
         body = {
             "model": "tiny-dsv4",
             "prompt": list(prompt),
@@ -150,9 +150,6 @@ class PrefixBench:
             "ignore_eos": True,
             "logprobs": 1,
         }
-        if salted:
-            self._n_salts += 1
-            body["cache_salt"] = f"salt {self._n_salts}"
         return await ask(self._pair.d.url, Question("/v1/completions", body), timeout_s=_TIMEOUT_S)
 
 

@@ -17,7 +17,8 @@ class Entry:
     """One kind of fault. ``ids`` are its reports; ``play`` stages it; ``tests`` are files that show it otherwise.
 
     The ids are those of public trackers: sgl SGLang, vl vLLM, mc Mooncake, ds DeepSeek, tks TokenSpeed, llmd llm-d, tt
-    and trt TensorRT-LLM, dyn Dynamo, ft FastTransformer.
+    and trt TensorRT-LLM, dyn Dynamo, ft FastTransformer. p-restart and d-restart are nobody's reports: each node's
+    cache can be lost alone.
     """
 
     ids: tuple[str, ...]

@@ -18,7 +18,8 @@ LOWEST_LOGPROB = -9999.0
 
 @dataclass
 class Usage:
-    """Token counts of one HTTP request. A prompt that is sampled n times counts once.
+    """Token counts of one HTTP request. A prompt that is sampled n times counts once. Of all prompts ``cached_tokens``
+    were found in a cache.
 
     ``draft_steps`` counts the steps that had drafted tokens: the mean accept length is ``1 + accepted / draft_steps``.
     """
@@ -28,6 +29,7 @@ class Usage:
     draft_steps: int = 0
     proposed: int = 0
     accepted: int = 0
+    cached_tokens: int = 0
 
     def add(self, output: TokenOutput) -> None:
         self.completion_tokens += len(output.token_ids)
@@ -36,11 +38,12 @@ class Usage:
         self.accepted += output.n_accepted
 
     def as_dict(self) -> dict[str, Any]:
-        """OpenAI's usage object; with speculation its details, and ``draft_steps`` beside them."""
+        """OpenAI's usage object; with speculation the completion's details, and ``draft_steps`` beside them."""
         usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
         if self.draft_steps:
             usage["completion_tokens_details"] = {
@@ -53,7 +56,7 @@ class Usage:
 
 @dataclass
 class Answer:
-    """All outputs of one generation put together."""
+    """All outputs of one generation put together. ``cached_tokens`` of its prompt were found in a cache."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -62,6 +65,7 @@ class Answer:
     stop_reason: str | int | None = None
     completes_prompt: bool = False
     prompt_logprobs: PromptLogprobs | None = None
+    cached_tokens: int = 0
 
     def add(self, output: TokenOutput) -> None:
         self.text += output.text

@@ -65,12 +65,12 @@ class Chunks:
 
     def events(self, index: int, output: TokenOutput) -> list[bytes]:
         """The events for an output of generation ``index``, one for each chunk; none if there is nothing to say."""
-        usage, options = self._writer.usage, self._options
-        usage.add(output)
+        options = self._options
+        self._writer.usage.add(output)
         choices = self._writer.chunk_choices(index, output)
         more: dict[str, Any] = {}
         if options.include_usage or options.continuous_usage_stats:
-            more["usage"] = usage.as_dict() if options.continuous_usage_stats else None
+            more["usage"] = self._usage() if options.continuous_usage_stats else None
         spell = exact_json if output.logprobs or output.prompt_logprobs is not None else to_json
         events = [self._event(spell([choice]), more) for choice in choices]
         if output.finish_reason is not None:
@@ -84,7 +84,7 @@ class Chunks:
         """What comes behind the last output."""
         if not self._options.include_usage:
             return [DONE]
-        more = {"usage": self._writer.usage.as_dict(), "pd": self._pd()}
+        more = {"usage": self._usage(), "pd": self._pd()}
         return [self._event(b"[]", more), DONE]
 
     def failed(self, failure: RequestFailed) -> list[bytes]:
@@ -96,6 +96,11 @@ class Chunks:
 
     def size(self, index: int, output: TokenOutput) -> int:
         return n_entries([output.prompt_logprobs])
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._writer.usage
+        usage.cached_tokens = self._generations.cached_tokens
+        return usage.as_dict()
 
     def _pd(self) -> dict[str, str]:
         return pd_object(self._request_id, self._generations.route_headers)

@@ -53,9 +53,10 @@ HARMLESS = frozenset(
         # names and bookkeeping of the client, the router or the accounting
         *("metadata", "store", "user", "safety_identifier", "service_tier", "custom_labels"),
         *("request_id", "rid", "session_id"),
-        # which worker, when, in which cache: there is one, first come first served, and no cache
+        # which worker, when, how long in a cache: there is one, first come first served, and what is kept of prompts
+        # is kept as long as there is room, for whoever has the same salt
         *("priority", "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"),
-        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt", "extra_key"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         # faster or in other pieces, but the same text
         *("prediction", "stream_interval"),
         # settings of images, audio and video, whose contents are refused by themselves
@@ -151,6 +152,7 @@ REFUSED_IN_SAMPLING_PARAMS: Mapping[str, Harmless] = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens", "seed"), _nothing),
     **dict.fromkeys(("model", "stream", "stream_options", "user", "prompt_logprobs"), _nothing),
     **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room"), _nothing),
+    **dict.fromkeys(("cache_salt", "extra_key"), _only()),
 }
 REFUSED_IN_GENERATE: Mapping[str, Harmless] = {
     **dict.fromkeys(("input_embeds", "image_data", "video_data", "audio_data", "modalities"), _nothing),

@@ -101,7 +101,7 @@ class GenerateWriter(Writer):
             "finish_reason": _finish_reason(answer),
             "prompt_tokens": len(self._prompts[index]),
             "completion_tokens": len(answer.token_ids),
-            "cached_tokens": 0,
+            "cached_tokens": answer.cached_tokens,
         }
         if answer.finish_reason is not None:
             info["e2e_latency"] = time.monotonic() - self._began
@@ -166,6 +166,7 @@ class GenerateChunks:
         """The event for an output of generation ``index``; none if it is left to the next."""
         answer = self._answers[index]
         answer.add(output)
+        answer.cached_tokens = self._generations.cached_tokens_of(index)
         self._writer.usage.add(output)
         self._nbytes[index] += _nbytes(output)
         is_over = output.finish_reason is not None

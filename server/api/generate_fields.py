@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
@@ -21,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from server.api.cache_fields import CacheFields
 from server.api.errors import InvalidRequest
 from server.api.fields import (
     HARMLESS_IN_GENERATE,
@@ -96,7 +96,7 @@ def _parse_input_ids(value: Any) -> list[Prompt] | None:
     return parse_prompts(value)
 
 
-class GenerateRequest(BaseModel):
+class GenerateRequest(CacheFields):
     """``POST /generate``. The prompts are in ``text`` or in ``input_ids``, one of the two."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -209,6 +209,8 @@ class GenerateRequest(BaseModel):
             n_logprobs=n_top if self.return_logprob else None,
             n_prompt_logprobs=n_top if self.shows_prompt else None,
             stream=self.stream,
+            cache_salt=self.cache_salt,
+            extra_key=self.extra_key,
             bootstrap_host=self.bootstrap_host,
             bootstrap_port=self.bootstrap_port,
             bootstrap_room=self.bootstrap_room,

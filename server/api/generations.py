@@ -21,12 +21,14 @@ class Generations:
     What a client is slow to read waits here: at most its whole answer, while the connection lasts.
     """
 
-    def __init__(self, backend: Backend, requests: Sequence[GenerationRequest]) -> None:
-        """Submits all of ``requests``, or none if one of them is refused.
+    def __init__(self, backend: Backend, requests: Sequence[GenerationRequest], *, n_samples: int = 1) -> None:
+        """Submits all of ``requests``, or none if one of them is refused. ``n_samples`` of each prompt lie side by
+        side.
 
         :raises RequestFailed: the backend's refusal.
         """
         self._all: list[Generation] = []
+        self._n_samples = n_samples
         self._open: dict[int, Generation] = {}
         self._n_running = len(requests)
         self._failure: Exception | None = None
@@ -74,6 +76,19 @@ class Generations:
         if n_retries := sum(route.n_retries for route in known):
             headers["x-pd-retries"] = str(n_retries)
         return headers
+
+    def cached_tokens_of(self, index: int) -> int:
+        """Tokens of the prompt of generation ``index`` that were found in a cache; 0 while it is not committed here."""
+        route = self._all[index].known_route
+        return 0 if route is None else route.cached_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """The same of all prompts. A prompt of several samples counts once, with what the sample found that found the
+        least: what the others found beyond it was computed for this request.
+        """
+        found = [self.cached_tokens_of(index) for index in range(len(self._all))]
+        return sum(min(found[first : first + self._n_samples]) for first in range(0, len(found), self._n_samples))
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

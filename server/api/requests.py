@@ -109,7 +109,7 @@ async def serve(
     its end before they relay anything of the decode node's, and the rooms go on without it.
     """
     requests = _generation_requests(backend, body, prompts, rooms, rules, writer.id, prompt_field)
-    generations = Generations(backend, requests)
+    generations = Generations(backend, requests, n_samples=body.n_generated)
     is_at_prefill = backend.role == PREFILL_ROLE
     lane: Lane = request.app.state.answers_lane
     try:
@@ -176,7 +176,8 @@ def _generation_requests(
             index = len(requests)
             sample_id = f"{response_id}-{index}"
             sampled = replace(sampling, seed=seed)
-            requests.append(GenerationRequest(sample_id, prompt_ids, sampled, rooms[index], group=group))
+            request = GenerationRequest(sample_id, prompt_ids, sampled, rooms[index], group=group, cache_salt=body.salt)
+            requests.append(request)
     return requests
 
 
@@ -246,6 +247,9 @@ async def _collect(generations: Generations, writer: Writer) -> list[Answer]:
     with generations.read_by(add_waiting):
         while not generations.is_over:
             await generations.wait()
+    for index, answer in enumerate(answers):
+        answer.cached_tokens = generations.cached_tokens_of(index)
+    writer.usage.cached_tokens = generations.cached_tokens
     return answers
 
 

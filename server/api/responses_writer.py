@@ -113,7 +113,7 @@ class ResponsesWriter(Writer):
         usage = self.usage.as_dict()
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {
                 "reasoning_tokens": answer.n_reasoning_tokens(),
@@ -141,6 +141,7 @@ class ResponsesChunks:
 
     def end(self) -> list[bytes]:
         """The whole response."""
+        self._writer.usage.cached_tokens = self._generations.cached_tokens
         return [self._response_event(self._writer.choice(0, self._answer))]
 
     def failed(self, failure: RequestFailed) -> list[bytes]:

@@ -1,4 +1,5 @@
-"""What routers ask a node beside its generation routes: SGLang's names, loads, and a health check that generates.
+"""What routers ask a node beside its generation routes: SGLang's names, loads, a health check that generates, and to
+forget what it keeps of prompts.
 
 There is no ``/version``: ``smg`` takes whoever answers it for vLLM, and then sends requests without rooms.
 """
@@ -9,7 +10,7 @@ import asyncio
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 
 from server.api.generations import Generations
@@ -61,11 +62,17 @@ def router_info_router(backend: Backend, version: str) -> APIRouter:
         """
         return {"status": "ok", "role": backend.role, "reason": await check.run()}
 
-    @router.get("/flush_cache", include_in_schema=False)
-    @router.post("/flush_cache", include_in_schema=False, response_class=PlainTextResponse)
+    @router.get("/flush_cache", include_in_schema=False, response_class=PlainTextResponse)
+    @router.post("/flush_cache", response_class=PlainTextResponse)
     async def flush_cache() -> str:
-        """Nothing is kept from one request to the next, so there is nothing to drop."""
-        return "No prompt is cached here: there is nothing to flush.\n"
+        """Forgets what is kept of prompts, as SGLang's route. Requests under way go on with what they use."""
+        return f"Cache flushed.\n{backend.flush_cache()} pages are forgotten.\n"
+
+    @router.post("/reset_prefix_cache", response_class=Response)
+    async def reset_prefix_cache() -> Response:
+        """The same as vLLM's route: 200 without a body."""
+        backend.flush_cache()
+        return Response()
 
     return router
 

@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from server.api.cache_fields import CacheFields
 from server.api.chat_fields import MAX_CALLS, ChatFields, check_calls
 from server.api.errors import InvalidRequest
 from server.api.fields import (
@@ -59,7 +60,7 @@ class StreamOptions(BaseModel):
     """Accepted and without effect: it pads a hosted service's chunks."""
 
 
-class GenerationFields(SamplingFields, GrammarFields, PromptFields):
+class GenerationFields(SamplingFields, GrammarFields, PromptFields, CacheFields):
     """What both kinds of completion share. None means: the server's default."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

@@ -251,8 +251,8 @@ class Allocator:
             self._discarded.remove(page)
             del self._readers[page]
         self._free(free)
-        if cached:
-            self.on_unread(cached)
+        if cached or free:
+            self.on_unread([*cached, *free])
 
     def _free(self, pages: Sequence[int], slot: int = 0) -> None:
         """Slot 0 is never handed out: here it is none."""

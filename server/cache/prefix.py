@@ -280,15 +280,9 @@ class PrefixCache:
             parent.children.add(key)
         return True
 
-    def keep_snapshot(self, snapshot: Snapshot, keys: PromptKeys | None = None) -> bool:
-        """Takes a snapshot of a prefix of ``keys`` whose pages are here. False: they are not, or it is too large.
-
-        Without ``keys`` its own key is trusted to be of no other prefix.
-        """
-        if keys is None:
-            page = self._pages.get(snapshot.key)
-        else:
-            page = self._follow(keys, min(snapshot.n // self._page_size, len(keys)))
+    def keep_snapshot(self, snapshot: Snapshot, keys: PromptKeys) -> bool:
+        """Takes a snapshot of a prefix of ``keys`` whose pages are here. False: they are not, or it is too large."""
+        page = self._follow(keys, min(snapshot.n // self._page_size, len(keys)))
         if page is None or page.key != snapshot.key or self._end_of(page) != snapshot.n:
             return False
         if page.snapshot is not None or snapshot.nbytes > self._snapshot_nbytes:
@@ -332,9 +326,12 @@ class PrefixCache:
         return self._by_id.get(page)
 
     def _unread(self, pages: Sequence[int]) -> None:
-        """The last readers of ``pages`` have left."""
+        """The last readers of ``pages`` have left. Some may be given up already."""
         now = next(self._clock)
-        for page in (self._by_id[page] for page in pages):
+        for number in pages:
+            if (page := self._by_id.get(number)) is None:
+                self._owners.unshare(number)
+                continue
             page.used = now
             self._list_if_leaf(page)
         self.trim()
@@ -379,7 +376,8 @@ class PrefixCache:
             left += (self._pages[key] for key in dropped.children)
             self._drop_snapshot(dropped)
             del self._pages[dropped.key], self._by_id[dropped.page]
-            self._owners.unshare(dropped.page)
+            if not self._allocator.n_readers(dropped.page):
+                self._owners.unshare(dropped.page)
             self._allocator.discard(dropped.page)
         if page.parent is not None:
             page.parent.children.discard(page.key)

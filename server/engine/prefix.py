@@ -61,11 +61,9 @@ class TakeOver:
         stop = min(n_pages, first + self._slice)
         self.pages += self._digests.take_pages(stop * self._page_size)
         if self._command.hit_is_checked:
-            for page in self._hit.pages[first:stop]:
-                if self.pages[page.index] != page.digest:
-                    raise HitDamaged(
-                        f"page {page.index} of the prefix is not as it was when it was computed", page.index
-                    )
+            for number, page in enumerate(self._hit.pages[first:stop], first):
+                if self.pages[number] != page.digest:
+                    raise HitDamaged(f"page {number} of the prefix is not as it was when it was completed", number)
         if stop < n_pages:
             return False
         self._restore()

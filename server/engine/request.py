@@ -257,6 +257,10 @@ class Backend(Protocol):
         """What ``GET /state`` answers."""
         ...
 
+    def flush_cache(self) -> int:
+        """Forgets what is kept of prompts; how many pages that was. Requests under way go on with what they use."""
+        ...
+
     def load(self) -> dict[str, int]:
         """What routers ask for: ``num_reqs`` under way, ``num_waiting_reqs`` of them waiting, ``num_tokens`` held of
         ``max_total_num_tokens``, and how many may run at once, ``max_running_requests``.

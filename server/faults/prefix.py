@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 from server.cache.arena import POISON_BYTE, Arena
 from server.cache.digest import StateDigests
 from server.cache.layout import Placement, Run
+from server.cache.live import live_positions
 from server.cache.prefix import CachedPage, PrefixCache, PrefixHit
-from server.cache.snapshots import Snapshot
+from server.cache.snapshots import Snapshot, slot_names
 from server.cache.specs import Scope
 from server.faults.spec import Fault, FaultKind
 
 log = logging.getLogger(__name__)
 
-_BIT = 0x40
-"""Of a row's last byte: a bit of the exponent, in every format that rows have."""
+_BIT = 0x01
+"""Of a row's last byte: a low bit of the exponent in every format that rows have, so that numbers stay finite."""
 
 
 @dataclass
@@ -44,7 +45,7 @@ class PrefixFaults:
                 case FaultKind.FLIP_PAGE:
                     self._flip(hit.pages[0], fault.target)
                 case FaultKind.FLIP_SNAPSHOT:
-                    hit = replace(hit, snapshot=_flipped(hit.snapshot))
+                    hit = replace(hit, snapshot=self._flipped(hit.snapshot))
                     hit.pages[-1].snapshot = hit.snapshot
                 case FaultKind.SHIFT_SNAPSHOT:
                     others = (page.snapshot for page in hit.pages[:-1] if page.snapshot is not None)
@@ -81,6 +82,14 @@ class PrefixFaults:
         run = Run(c.offset + page.page * c.item_stride + c.row_nbytes - 1, 1)
         self._arena.write(run, bytes((self._arena.read([run])[0] ^ _BIT,)))
 
+    def _flipped(self, snapshot: Snapshot) -> Snapshot:
+        """In the last row of the first component, in its first layer: the next tokens read it in all layers."""
+        layout, data = self._arena.layout, bytearray(snapshot.data)
+        c = layout.component(slot_names(layout)[0])
+        rows = live_positions(snapshot.n, layout.window, (c.name,))[c.name]
+        data[(len(rows) - 1) * c.row_nbytes + c.row_nbytes // len(c.layer_ids) - 1] ^= _BIT
+        return replace(snapshot, data=bytes(data))
+
     def _runs(self, page: CachedPage) -> list[Run]:
         paged = self._arena.layout.page_components
         return [Run(c.offset + page.page * c.item_stride, c.rows * c.row_nbytes) for c in paged]
@@ -90,11 +99,6 @@ class PrefixFaults:
         names = [c.name for c in layout.components if c.scope is Scope.PAGE]
         digests = StateDigests(self._arena, layout.page_size, Placement(0, (page.page,)), names)
         return digests.take_pages(layout.page_size)[0]
-
-
-def _flipped(snapshot: Snapshot) -> Snapshot:
-    data = snapshot.data
-    return replace(snapshot, data=data[:-1] + bytes((data[-1] ^ _BIT,)))
 
 
 def _with_snapshot(hit: PrefixHit, snapshot: Snapshot | None, fault: Fault) -> PrefixHit:

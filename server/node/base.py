@@ -221,6 +221,13 @@ class BaseNode(ABC):
             "max_running_requests": sum(counts["slots"].values()),
         }
 
+    def flush_cache(self) -> int:
+        """As :meth:`.Backend.flush_cache` says."""
+        cache = self._context.prefix_cache
+        n_pages = 0 if cache is None else cache.flush()
+        log.info("prefix cache: flushed %d pages", n_pages)
+        return n_pages
+
     # --- the engine's events --------------------------------------------------------------------------------------
 
     def on_engine_event(self, event: Event) -> None:

@@ -267,12 +267,12 @@ class NodeOptions:
     page_size: int = option("memory", "tokens of one page", default=256, type=positive, metavar="N")
     prefix_cache: str | int = option(
         "memory",
-        "keep complete pages of requests that are over, for prompts that begin alike (docs/memory.md). auto: all that "
-        "is free, and on a prefill node snapshots of an eighth of the bytes of all pages, or of one for each slot if "
-        "that is more; BYTES: at most so many of pages that nobody reads, and of snapshots",
+        "keep complete pages of requests that are over, for prompts that begin alike (docs/memory.md). off: none; "
+        "auto: all that is free, and on a prefill node snapshots of an eighth of the bytes of all pages, or of one for "
+        "each slot if that is more; BYTES, such as 2GiB: at most so many of pages that nobody reads, and of snapshots",
         default=AUTO,
         type=prefix_cache_size,
-        metavar="off|auto|BYTES",
+        metavar="BYTES",
     )
     poison: bool = option("memory", "fill free memory with NaN, so that stray reads show", default=False)
 

@@ -26,7 +26,7 @@ class Admitted:
 
 
 @dataclass(frozen=True)
-class Refused:
+class CacheDamaged:
     """The engine will not compute on from what the cache gave, and will not touch the room's memory again."""
 
 
@@ -103,7 +103,7 @@ class Cleaned:
 
 
 PrefillEvent = (
-    Reserve | Abort | Committed | Rejected | PromptLogprobsReceived | GivenUp | Admitted | Refused | QueueMoved
+    Reserve | Abort | Committed | Rejected | PromptLogprobsReceived | GivenUp | Admitted | CacheDamaged | QueueMoved
     | Advanced | Scored | Computed | EngineIdle | Pushed | BatchEnded | SenderGone | Cleaned | PeerLost | Tick
 )  # fmt: skip
 

@@ -70,3 +70,4 @@ def count_end(metrics: NodeMetrics, req: PrefillRequest, end: Forget) -> None:
         metrics.phase("digest", room.done.timings.digest_s)
         metrics.transferred(req.peer.name, room.done)
         metrics.reused(room.done.n_reused)
+        metrics.held(req.peer.name, sum(sent.held_nbytes for sent in room.done.sent))

@@ -19,6 +19,7 @@ from server.prefill.events import (
     Admitted,
     Advanced,
     BatchEnded,
+    CacheDamaged,
     CancelEngine,
     CancelPush,
     Clean,
@@ -32,7 +33,6 @@ from server.prefill.events import (
     PushTail,
     QueueAgain,
     QueueMoved,
-    Refused,
     Release,
     Scored,
     SenderGone,
@@ -140,8 +140,8 @@ class PrefillRoom:
                 self.n_reused = event.n_reused
                 self._enter(PrefillPhase.PREFILL, now)
                 return [self._progress(now)]
-            case Refused():
-                return self._on_refused(now)
+            case CacheDamaged():
+                return self._on_cache_damaged(now)
             case QueueMoved():
                 if self.phase is PrefillPhase.QUEUED:
                     self._alive = now
@@ -192,7 +192,7 @@ class PrefillRoom:
         self.acknowledged = self._settled = True
         return [Clean()]
 
-    def _on_refused(self, now: float) -> list[PrefillAction]:
+    def _on_cache_damaged(self, now: float) -> list[PrefillAction]:
         self._engine_busy = False
         if self.phase is not PrefillPhase.PREFILL:
             return self._settle(now)

@@ -36,6 +36,7 @@ from server.prefill.events import (
     Admitted,
     Advanced,
     BatchEnded,
+    CacheDamaged,
     CancelEngine,
     CancelPush,
     Clean,
@@ -48,7 +49,6 @@ from server.prefill.events import (
     PushTail,
     QueueAgain,
     QueueMoved,
-    Refused,
     Release,
     Scored,
     SenderGone,
@@ -438,7 +438,7 @@ class PrefillRoomManager:
                 self._metrics.check_failed(event.failure)
                 self._memory.refused(req, event)
                 note_refused_hit(req, event.failure, self._clock())
-                self.step(req, Refused())
+                self.step(req, CacheDamaged())
             case PromptScored():
                 self._metrics.prompt_logprobs(len(event.rows) // ENTRY_NBYTES)
                 if req.scores_kept is not None:

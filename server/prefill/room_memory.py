@@ -149,7 +149,7 @@ class RoomMemory:
         if prefix is None or self._cache is None:
             return
         prefix.pending = [point for point in prefix.pending if point.n > snapshot.n]
-        is_kept = self._cache.keep_snapshot(snapshot)
+        is_kept = self._cache.keep_snapshot(snapshot, prefix.keys)
         chain = () if is_kept else self._cache.match(prefix.keys)  # there may have been one already
         self._snapshots_are_kept = is_kept or any(page.snapshot for page in chain if page.key == snapshot.key)
 

@@ -40,6 +40,8 @@ class Script:
     """Index of the first submitted request that is refused."""
     route_error: RequestFailed | None = None
     n_retries: int = 0
+    cached: dict[int, int] = field(default_factory=dict)
+    """Generations, and how many tokens of their prompts were found in a cache."""
     fail_after: int | None = None
     """Number of tokens after which the generation raises ``failure``."""
     failure: RequestFailed = field(
@@ -102,7 +104,12 @@ class FakeGeneration:
             raise self.script.failing[self.number]
         if self.script.route_error is not None:
             raise self.script.route_error
-        return RouteInfo("local" if self.room is None else "10.0.0.1:8998", self.room, n_retries=self.script.n_retries)
+        return RouteInfo(
+            "local" if self.room is None else "10.0.0.1:8998",
+            self.room,
+            n_retries=self.script.n_retries,
+            cached_tokens=self.script.cached.get(self.number, 0),
+        )
 
     async def _outputs(self) -> AsyncIterator[TokenOutput]:
         if not self.request.sampling.max_tokens:
@@ -146,6 +153,7 @@ class FakeBackend:
         self.readiness: tuple[bool, str] = (True, "probe answered")
         self.first_room: int | None = 2**62 + 1
         self.generations: list[FakeGeneration] = []
+        self.n_cached_pages = 3
 
     def submit(self, request: GenerationRequest) -> FakeGeneration:
         if self.script.refuse is not None and len(self.generations) >= self.script.refuse_from:
@@ -172,6 +180,10 @@ class FakeBackend:
 
     def state(self) -> dict[str, Any]:
         return {"node": self.role}
+
+    def flush_cache(self) -> int:
+        n_pages, self.n_cached_pages = self.n_cached_pages, 0
+        return n_pages
 
     def load(self) -> dict[str, int]:
         return {

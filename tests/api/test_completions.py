@@ -28,6 +28,7 @@ async def test_answers_a_text(client: httpx.AsyncClient, backend: FakeBackend, t
         "prompt_tokens": n_prompt,
         "completion_tokens": n_answer,
         "total_tokens": n_prompt + n_answer,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert backend.requests[0].prompt_ids == tuple(tokenizer.encode("How many?"))
     assert backend.all_over()

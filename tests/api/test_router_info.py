@@ -33,10 +33,29 @@ async def test_there_is_no_version_route(client: httpx.AsyncClient) -> None:
     assert (await client.get("/version")).status_code == 404
 
 
-async def test_flushing_has_nothing_to_do(client: httpx.AsyncClient) -> None:
-    for answer in (await client.get("/flush_cache"), await client.post("/flush_cache")):
-        assert answer.status_code == 200
-        assert "nothing to flush" in answer.text
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_flushing_forgets_what_is_kept_of_prompts(tokenizer: Tokenizer, role: str, method: str) -> None:
+    backend = FakeBackend(tokenizer, role=role)
+    async with client_of(backend) as client:
+        for n_pages in (3, 0):
+            answer = await client.request(method, "/flush_cache")
+            assert (answer.status_code, answer.text) == (200, f"Cache flushed.\n{n_pages} pages are forgotten.\n")
+            assert answer.headers["content-type"].startswith("text/plain")
+
+
+async def test_vllms_name_for_it_answers_without_a_body(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    assert (await client.get("/reset_prefix_cache")).status_code == 405
+    assert backend.n_cached_pages == 3
+    answer = await client.post("/reset_prefix_cache", params={"reset_external": "true"})
+    assert (answer.status_code, answer.content, backend.n_cached_pages) == (200, b"", 0)
+
+
+async def test_flushing_wants_the_key(backend: FakeBackend) -> None:
+    async with client_of(backend, api_key="sk-1234567890") as client:
+        for path in ("/flush_cache", "/reset_prefix_cache"):
+            error_of(await client.post(path), 401)
+    assert backend.n_cached_pages == 3
 
 
 async def test_health_generate_generates_one_token_for_all_who_ask_at_once(

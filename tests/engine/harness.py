@@ -20,18 +20,30 @@ TIMEOUT_S = 60.0
 class Harness:
     """An engine with ``k`` draft tokens a step, over poisoned memory."""
 
-    def __init__(self, model: LoadedModel, tokenizer: Tokenizer, k: int = 0, *, cold: bool = False) -> None:
-        runner = make_runner(model, spec_tokens=k, pages=60)
-        self.arena = runner.arena
+    def __init__(
+        self,
+        model: LoadedModel,
+        tokenizer: Tokenizer,
+        k: int = 0,
+        *,
+        cold: bool = False,
+        chunk_tokens: int = 64,
+        digest_pages: bool = False,
+        kv_dtype: str = "model",
+        index_dtype: str = "auto",
+    ) -> None:
+        runner = make_runner(model, spec_tokens=k, pages=60, kv_dtype=kv_dtype, index_dtype=index_dtype)
+        self.runner, self.arena = runner, runner.arena
         self.events: queue.Queue[Event] = queue.Queue()
         self.engine = Engine(
             runner,
             tokenizer,
             self.events.put,
-            chunk_tokens=64,
+            chunk_tokens=chunk_tokens,
             spec_tokens=k,
             cold_draft=cold,
             sample_kernel=choose_kernels("auto", "cpu").sampler(1),
+            digest_pages=digest_pages,
         )
         self.engine.start()
 

@@ -1,4 +1,4 @@
-"""The engine thread with the bundled model: batching, cancelling, failing alone, scrubbing."""
+"""The engine thread with the bundled model: batching, cancelling, failing alone."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_handed_over_prompt_resumes_like_a_local_one(harness: Harness) -> None
     row = read_handoff(harness.arena, where, 2)
     assert (row.room, row.epoch, row.n, row.prompt_hash) == (77, 2, 150, prompt_hash(r.prompt_ids))
     assert (row.first_token, row.first_logprob, row.top) == (done.first.token_id, done.first.logprob, done.first.top)
-    assert done.digests == live_digests(harness.arena, 150, where)
+    assert done.parts.digests() == live_digests(harness.arena, 150, where)
     harness.engine.submit(Resume("room", r, where, done.first))
     assert tokens_of(harness.until(Finished, "room"), "room") == local
 
@@ -93,8 +93,8 @@ def test_a_pages_digest_is_taken_as_soon_as_it_is_complete(harness: Harness) -> 
     harness.arena.buffer[c.offset + where.pages[0] * c.item_stride] ^= 1
     done = harness.until(PrefillFinished, "room")[-1]
     assert isinstance(done, PrefillFinished)
-    assert done.digests["c4_index"] == quiet.digests["c4_index"]
-    assert live_digests(harness.arena, n, where)["c4_index"] != quiet.digests["c4_index"]
+    assert done.parts.digests()["c4_index"] == quiet.parts.digests()["c4_index"]
+    assert live_digests(harness.arena, n, where)["c4_index"] != quiet.parts.digests()["c4_index"]
 
 
 def test_what_was_prepared_is_used_once(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_the_first_token_can_be_the_last(harness: Harness, sampling: dict[str, A
     assert len(tokens_of(events, "x")) == 1
 
 
-def test_cancel_frees_and_scrubs_in_every_phase(harness: Harness) -> None:
+def test_a_request_can_be_cancelled_in_every_phase(harness: Harness) -> None:
     where = Placement(3, (7, 8, 9, 10))
     for command in (Generate("x", request(900), where), Prefill("x", request(900), where, 1, 1)):
         harness.engine.submit(command)
@@ -135,8 +135,6 @@ def test_cancel_frees_and_scrubs_in_every_phase(harness: Harness) -> None:
     harness.until(Output, "x")
     harness.engine.submit(Cancel("x"))
     harness.until(Finished, "x")
-    assert harness.arena.view("swa")[3].isnan().all()
-    assert harness.arena.view("c4_kv")[7].isnan().all()
     harness.engine.submit(Cancel("x"))
     harness.engine.submit(Scrub("y", where))
     assert harness.until(Scrubbed, "y") == [Scrubbed("y")], "nothing is left of it"

@@ -81,7 +81,7 @@ def test_asking_for_them_changes_nothing_else(harness: Harness, model: LoadedMod
     with_them = harness.finish(["with"])[-1]
     assert isinstance(without, PrefillFinished)
     assert isinstance(with_them, PrefillFinished)
-    assert (without.first, without.digests) == (with_them.first, with_them.digests)
+    assert (without.first, without.parts) == (with_them.first, with_them.parts)
 
 
 def test_a_prompt_of_one_token_has_none(harness: Harness) -> None:

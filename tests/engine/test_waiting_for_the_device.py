@@ -18,6 +18,7 @@ from server.engine.sampler import NonFiniteLogits, RowSampling, read_best, sampl
 from server.engine.tokenizer import Tokenizer
 from server.model.interface import LoadedModel
 from tests.engine.harness import Harness
+from tests.engine.prefixes import Reusing
 from tests.support.checkpoints import BUNDLED
 from tests.support.models import load
 
@@ -95,6 +96,19 @@ def test_a_chunk_is_told_of_when_it_is_computed(harness: Harness, log: Log) -> N
     assert log.waited_for_all("ChunkComputed")
     assert log.waited_for_all("PrefillFinished")
     assert log[-3:] == ["marked", "waited", "PrefillFinished"], "the hand-off row is written after the last chunk"
+
+
+def test_a_snapshot_is_read_and_a_hit_is_told_of_when_they_are_computed(harness: Harness, log: Log) -> None:
+    """Behind a hit the draft's row of its last position is computed."""
+    node, ids = Reusing(harness, k=3), request(300).prompt_ids
+    node.seed(ids, [256])
+    assert log.waited_for_all("SnapshotTaken")
+    hit = node.hit(ids)
+    assert hit is not None
+    log.clear()
+    events = node.events(node.command(ids, hit))
+    assert isinstance(events[-1], PrefillFinished)
+    assert log[:4] == ["computed", "marked", "waited", "ChunkComputed"]
 
 
 def test_memory_is_free_when_nothing_writes_to_it(harness: Harness, log: Log) -> None:

@@ -42,7 +42,7 @@ class Node:
         for index in range(2):
             assert self.cache.keep_page("before", owner, keys, index, b"%08d" % index)
             point = SnapshotPoint((index + 1) * PAGE_SIZE, keys.keys[index])
-            assert self.cache.keep_snapshot(take_snapshot(self.arena, placement, point, STREAMS))
+            assert self.cache.keep_snapshot(take_snapshot(self.arena, placement, point, STREAMS), keys)
         self.arena.owners.clear(placement, owner)
         self.allocator.release("before")
         return keys

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from server.cache.allocator import Allocator
 from server.cache.arena import Arena
-from server.cache.digest import StateDigests
+from server.cache.digest import StateDigests, StateParts
 from server.cache.layout import ArenaLayout
 from server.cache.prefix import PrefixCache
 from server.cache.snapshots import Snapshot, SnapshotPoint
@@ -124,6 +124,8 @@ class Prefills:
         self.manager.on_registered(self.peer)
         self._rooms = 0
         self._digests: dict[Hashable, StateDigests] = {}
+        self.parts: dict[Hashable, StateParts] = {}
+        """The digests that the engine reported, by room."""
 
     def send(self, routing_id: bytes, message: AnyMessage) -> None:
         self.sent.append(message)
@@ -171,8 +173,7 @@ class Prefills:
     def event(self, event: Any) -> None:
         self.manager.on_engine_event(event)
 
-    def digests_of(self, key: RoomKey) -> StateDigests:
-        """What the engine takes of a room."""
+    def _digests_of(self, key: RoomKey) -> StateDigests:
         command = self.command(key)
         if key not in self._digests:
             self._digests[key] = StateDigests(self.arena, len(command.request.prompt_ids), command.placement)
@@ -188,7 +189,7 @@ class Prefills:
                 start = component.offset + first * component.item_stride
                 self.arena.buffer[start : start + component.rows * component.row_nbytes] = fill
         n = n_pages * PAGE_SIZE
-        self.event(ChunkComputed(key, n, self.digests_of(key).take_pages(n)))
+        self.event(ChunkComputed(key, n, self._digests_of(key).take_pages(n)))
 
     def snapshot(self, key: RoomKey, point: SnapshotPoint) -> None:
         """The engine has taken a snapshot there."""
@@ -202,9 +203,10 @@ class Prefills:
 
     def finish(self, key: RoomKey) -> None:
         """The engine has computed the prompt."""
-        digests = self.digests_of(key)
+        digests = self._digests_of(key)
         pages = digests.take_pages(len(self.command(key).request.prompt_ids))
-        self.event(PrefillFinished(key, TokenLogprob(1, -0.5), digests.finish(), 0.1, 0.1, pages))
+        self.parts[key] = digests.finish()
+        self.event(PrefillFinished(key, TokenLogprob(1, -0.5), self.parts[key], 0.1, 0.1, pages))
 
     def refuse(self, key: RoomKey, page: int | None) -> None:
         self._digests.pop(key, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import fields
 
 import pytest
@@ -74,9 +75,9 @@ def test_no_long_tail_is_planned_again_and_again(monkeypatch: pytest.MonkeyPatch
     planned: list[int] = []
     tail = CopyPlan.tail
 
-    def noted(plan: CopyPlan, pages_sent: int) -> object:
+    def noted(plan: CopyPlan, pages_sent: int, held: Container[int]) -> object:
         planned.append(pages_sent)
-        return tail(plan, pages_sent)
+        return tail(plan, pages_sent, held)
 
     monkeypatch.setattr(CopyPlan, "tail", noted)
     n_pages = 12

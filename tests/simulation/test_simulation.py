@@ -9,22 +9,31 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import pytest
 
+from server.cache.allocator import Allocator
+from server.cache.digest import StateDigests
+from server.cache.layout import Placement
+from server.cache.prefix import KeyOf, PrefixHit, PromptKeys, page_key
+from server.cache.snapshots import SnapshotPoint
 from server.decode import verify
 from server.decode.request import DecodeRequest
 from server.decode.request_manager import RequestManager
 from server.decode.request_queue import RequestQueue
 from server.decode.room import DecodeAction, DecodeEvent, DecodePhase, DecodeRoom, FailClient, FencePeer, Free
 from server.decode.transport_sessions import TransportSessions
-from server.decode.verify import CHECKS
-from server.engine.events import Event, Output, Scrubbed
+from server.decode.verify import CHECKS, PREFIX_DAMAGED, Evidence
+from server.engine.events import Event, Output, Prefill, Scrubbed
 from server.engine.generation import NodeGeneration
+from server.engine.prefix import TakeOver
 from server.engine.request import TokenOutput
+from server.engine.runner import ModelRunner
+from server.failure import Failure
 from server.prefill import registrations
 from server.prefill.events import BatchEnded, EngineIdle, PrefillAction, PrefillEvent, SenderGone
+from server.prefill.prefix import PromptPrefix
 from server.prefill.registrations import Registrations, Standing
 from server.prefill.room import PrefillRoom
 from server.transfer.checks import Check
@@ -48,9 +57,9 @@ WEATHERS = {
     "bad transport": Weather(refused=0.1, unknown=0.1, bad_bytes=0.1, abort=0.02),
     "bad cache": Weather(bad_cache=0.2),
     "bad cache, aborts": Weather(bad_cache=0.1, loss=0.1, slow=0.1, abort=0.05, engine_fails=0.03, unknown=0.02),
-    "lost verdicts": Weather(loss=0.5, unknown=0.4, abort=0.02),
+    "lost verdicts": Weather(loss=0.6, unknown=0.4, abort=0.02),
     "bad engine": Weather(engine_fails=0.1, engine_hangs=0.1),
-    "slow": Weather(hangs=0.1, slow_threads=0.1, slow=0.2),
+    "slow": Weather(hangs=0.1, slow_threads=0.3, slow=0.2),
     "prefill restarts": Weather(prefill_crash=0.05, abort=0.02, unknown=0.05, slow=0.1),
     "decode restarts": Weather(decode_crash=0.05, abort=0.02, unknown=0.05, slow=0.1),
     "stops": Weather(stop=0.05, loss=0.05, slow=0.1, unknown=0.05),
@@ -386,6 +395,86 @@ def queue_loses_requests(patch: Patch) -> None:
     patch.setattr(RequestQueue, "put", lossy)
 
 
+def offers_not_pinned(patch: Patch) -> None:
+    """Pages that a room offers may be evicted before it is proved."""
+    reserve, unread = Allocator.reserve, Allocator._unread  # noqa: SLF001
+
+    def without_pins(
+        self: Allocator, owner: Hashable, n_tokens: int, *, shared: Sequence[int] = (), pinned: Sequence[int] = ()
+    ) -> Placement | None:
+        placement = reserve(self, owner, n_tokens, shared=shared)
+        if placement is not None:
+            self._grants[owner].read += pinned
+        return placement
+
+    def unread_what_is_read(self: Allocator, pages: Sequence[int]) -> None:
+        unread(self, [page for page in pages if self._readers[page]])
+
+    patch.setattr(Allocator, "reserve", without_pins)
+    patch.setattr(Allocator, "_unread", unread_what_is_read)
+
+
+def forgotten_pages_free_at_once(patch: Patch) -> None:
+    """Also if somebody reads them."""
+    discard = Allocator.discard
+
+    def free_at_once(self: Allocator, page: int) -> None:
+        if self._readers[page]:
+            self._on_free(Placement(0, (page,)))
+        discard(self, page)
+
+    patch.setattr(Allocator, "discard", free_at_once)
+
+
+def readers_never_leave(patch: Patch) -> None:
+    def unread(self: Allocator, pages: Sequence[int]) -> None:
+        pass
+
+    patch.setattr(Allocator, "_unread", unread)
+
+
+def hits_not_checked(patch: Patch) -> None:
+    begin = TakeOver.__init__
+
+    def unchecked(self: TakeOver, command: Prefill, hit: PrefixHit, digests: StateDigests, runner: ModelRunner) -> None:
+        begin(self, dataclasses.replace(command, hit_is_checked=False), hit, digests, runner)
+
+    patch.setattr(TakeOver, "__init__", unchecked)
+
+
+def hits_computed_in_place(patch: Patch) -> None:
+    """A prompt is computed from its start, into the pages that it shares."""
+    begin = PromptPrefix.begin
+
+    def without_hit(self: PromptPrefix, hit: PrefixHit | None, points: Iterable[SnapshotPoint]) -> None:
+        begin(self, None, points)
+
+    patch.setattr(PromptPrefix, "begin", without_hit)
+
+
+def held_pages_not_compared(patch: Patch) -> None:
+    check = CHECKS[Check.DIGEST]
+
+    def without_held(found: Evidence) -> Failure | None:
+        failure = check(found)
+        return failure if failure is None or failure.code != PREFIX_DAMAGED else None
+
+    patch.setitem(CHECKS, Check.DIGEST, without_held)
+
+
+def tokens_not_compared(patch: Patch) -> None:
+    """A page is taken for the prompt's by its key alone."""
+    begin = PromptKeys.__init__
+
+    def without_ids(
+        self: PromptKeys, root: bytes, ids: bytes | Sequence[int], page_size: int, key_of: KeyOf = page_key
+    ) -> None:
+        begin(self, root, ids, page_size, key_of)
+        self.ids = [b""] * len(self.ids)
+
+    patch.setattr(PromptKeys, "__init__", without_ids)
+
+
 DEFECTS: dict[Callable[[Patch], None], tuple[str, str]] = {
     number_not_compared: ("late messages", "landed in"),
     registrations_without_order: ("late messages", "was ended by one with number"),
@@ -406,6 +495,13 @@ DEFECTS: dict[Callable[[Patch], None], tuple[str, str]] = {
     memory_of_no_tokens_kept: ("calm", "never ends"),
     outputs_behind_the_end_counted: ("stops", "has counted"),
     queue_loses_requests: ("calm", "never ends"),
+    offers_not_pinned: ("calm", "is free, and"),
+    forgotten_pages_free_at_once: ("bad cache", "is free, and"),
+    readers_never_leave: ("calm", "pages are missing|never ends|failed"),
+    hits_not_checked: ("bad cache", "goes on from wrong bytes"),
+    hits_computed_in_place: ("calm", "computes into page"),
+    held_pages_not_compared: ("bad cache", "was committed with wrong bytes"),
+    tokens_not_compared: ("calm", "wrong bytes"),
 }
 """Each with a weather in which it shows, and what it is found by."""
 

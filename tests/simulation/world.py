@@ -134,7 +134,7 @@ class World:
         self.asked: set[str] = set()
         self.committed: set[str] = set()
         """The ids of all requests, and of those whose state a decode node has proved."""
-        self._beginnings = [tuple(self.rng.randrange(1, 900) for _ in range(LONGEST_PROMPT)) for _ in range(2)]
+        self._beginnings = [tuple(self.rng.randrange(1, 900) for _ in range(LONGEST_PROMPT))]
         self._epochs: defaultdict[str, set[int]] = defaultdict(set)
         self._names: dict[RoomKey, str] = {}
         self._n_rooms = n_rooms
@@ -304,8 +304,10 @@ class World:
 
     def _prompt(self, number: int) -> tuple[int, ...]:
         """One that begins as others do, or goes on where an answer has ended."""
-        rng, n = self.rng, self.rng.randrange(1, LONGEST_PROMPT + 1)
-        common = rng.choice(self._beginnings)[: rng.randrange(LONGEST_PROMPT)]
+        rng = self.rng
+        beginning = rng.choice((self._beginnings[0], rng.choice(self._beginnings)))
+        common = beginning[: rng.randrange(LONGEST_PROMPT)]
+        n = rng.randrange(len(common) + 1, LONGEST_PROMPT + 1)
         prompt = (*common, number, *(rng.randrange(1, 900) for _ in range(LONGEST_PROMPT)))[:n]
         answer = range(first_token_of(prompt), first_token_of(prompt) + MAX_TOKENS)
         self._beginnings.append((*prompt, *answer))

@@ -80,7 +80,7 @@ MESSAGES: list[AnyMessage] = [
     Done(
         **IDS,
         n=3,
-        sent=(Sent("swa", 0, 3, 96, 2**64 - 1),),
+        sent=(Sent("swa", 0, 3, 96, 2**64 - 1, 512, 5),),
         pieces={"pages": 3, "swa": 1},
         timings=Timings(5.0, 0.0, 1.5, 0.2, 1.3, 0.1, 0.2, 2),
     ),

@@ -25,6 +25,7 @@ from server.prefill.events import (
     Admitted,
     Advanced,
     BatchEnded,
+    CacheDamaged,
     CancelEngine,
     CancelPush,
     Clean,
@@ -36,7 +37,6 @@ from server.prefill.events import (
     PushTail,
     QueueAgain,
     QueueMoved,
-    Refused,
     Release,
     SenderGone,
 )
@@ -235,7 +235,7 @@ class TestPrefillRoom:
     def test_a_refused_hit_puts_the_room_into_the_queue_again_and_the_peer_hears_of_no_failure(self) -> None:
         room = PrefillRoom(RESERVE, 3, DEADLINES, 0.0)
         room.handle(Admitted(2), 1.0)
-        assert kinds(room.handle(Refused(), 1.5)) == [QueueAgain]
+        assert kinds(room.handle(CacheDamaged(), 1.5)) == [QueueAgain]
         assert (room.phase, room.n_reused, room.active) == (PrefillPhase.QUEUED, 0, True)
         room.handle(Admitted(), 1.75)
         room.handle(Computed(PARTS, 0.5, 0.1), 2.0)
@@ -247,14 +247,14 @@ class TestPrefillRoom:
 
     def test_in_the_queue_again_its_deadline_counts_anew(self) -> None:
         room = prefill_room(PrefillPhase.PREFILL)
-        room.handle(Refused(), 5.0)
+        room.handle(CacheDamaged(), 5.0)
         assert Failed not in kinds(room.handle(Tick(), 4.9 + DEADLINES.queued_s))
         assert kinds(room.handle(Tick(), 5.1 + DEADLINES.queued_s)) == [Failed, Quiesced]
 
     def test_a_hit_that_is_refused_after_the_end_leaves_memory_to_clean(self) -> None:
         room = prefill_room(PrefillPhase.PREFILL)
         assert kinds(room.handle(Abort(**IDS, reason="bye"), 2.0)) == [CancelEngine]
-        assert kinds(room.handle(Refused(), 2.1)) == [Quiesced, Clean]
+        assert kinds(room.handle(CacheDamaged(), 2.1)) == [Quiesced, Clean]
         assert kinds(room.handle(Cleaned(), 2.2)) == [Release, Forget]
 
     def test_done_waits_for_every_batch(self) -> None:
