@@ -89,9 +89,9 @@ def cached(d: NodeUnderTest) -> int:
 def is_over(d: NodeUnderTest) -> bool:
     """Nothing is anybody's but the cache's."""
     counts = d.counts()
-    return not d.node.manager.reqs and all(
-        n == 0 for kind in counts.values() for state, n in kind.items() if state not in ("free", "cached")
-    )
+    if d.node.manager.reqs or any(d.arena.owners.readers_of(page) for page in d.parts.allocator.cached_pages()):
+        return False
+    return all(n == 0 for kind in counts.values() for state, n in kind.items() if state not in ("free", "cached"))
 
 
 async def routed(d: NodeUnderTest, asked: GenerationRequest) -> tuple[list[int], RouteInfo]:
