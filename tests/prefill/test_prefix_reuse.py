@@ -18,7 +18,8 @@ from server.prefill.room import PrefillPhase
 from server.transfer.checks import Check
 from server.transfer.protocol import Failed, Quiesced
 from server.transfer.rooms import RoomKey
-from tests.prefill.support import PAGE_SIZE, Prefills, prompt_of
+from tests.prefill.support import Prefills, prompt_of
+from tests.transfer.support import PAGE_SIZE
 
 
 def hit_of(prefills: Prefills, key: RoomKey) -> int:
