@@ -7,6 +7,7 @@ salt. A hash alone is no proof, so the ids are stored and compared, all the way 
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import heapq
 import itertools
@@ -131,11 +132,9 @@ class PromptKeys:
         return len(self.ids)
 
     def common_pages(self, other: PromptKeys) -> int:
-        """How many pages both begin with."""
-        if self.root != other.root:
-            return 0
-        pairs = zip(self.ids, other.ids, strict=False)
-        return next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(self), len(other)))
+        """How many pages both begin with, by their keys alone: it is no proof that they are the same."""
+        pages = range(min(len(self), len(other)))
+        return bisect.bisect_left(pages, True, key=lambda index: self.keys[index] != other.keys[index])
 
 
 class PrefixCache:

@@ -454,6 +454,7 @@ class PrefillRoomManager:
                 self.step(req, EngineIdle())
             case ComputeFailed():
                 self._metrics.check_failed(event.failure)
+                self._memory.failed(req)
                 self.step(req, EngineIdle(event.failure))
             case Scrubbed():
                 self.step(req, Cleaned())

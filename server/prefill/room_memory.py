@@ -168,6 +168,17 @@ class RoomMemory:
         elif page.snapshot is prefix.hit.snapshot:
             cache.drop_snapshot(page)
 
+    def failed(self, req: PrefillRequest) -> None:
+        """The room could not be computed to its end, so nobody knows what its pages are worth: the cache forgets those
+        that it has from it.
+        """
+        prefix, cache, placement = req.prefix, self._cache, req.placement
+        if prefix is None or cache is None or placement is None:
+            return
+        for page in placement.pages[placement.read_only : prefix.n_complete]:
+            if (kept := cache.page_of(page)) is not None:
+                cache.drop(kept)
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def give_back(self, req: PrefillRequest) -> None:

@@ -97,6 +97,18 @@ async def test_pages_of_a_room_that_is_aborted_are_kept_as_far_as_they_were_comp
     assert [point.n // PAGE_SIZE for point in prefills.command(prefills.reserve("abx.")).snapshots_at] == [2, 3]
 
 
+async def test_nothing_is_kept_of_a_room_that_could_not_be_computed() -> None:
+    """What made its numbers no numbers may be in its pages; what it had from the cache was proved and stays."""
+    prefills = Prefills()
+    prefills.whole(prefills.reserve("a."))
+    first = prefills.reserve("abc.")
+    prefills.compute(first, 3)
+    prefills.event(ComputeFailed(first, Failure("non_finite_logits", "the numbers are no numbers")))
+    keys = prefills.cache.keys_of(prompt_of("abc."))
+    assert [page.index for page in prefills.cache.match(keys)] == [0]
+    assert hit_of(prefills, prefills.reserve("abc.")) == 1
+
+
 # --- waiting ----------------------------------------------------------------------------------------------------------
 
 
