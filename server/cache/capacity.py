@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.cache.layout import ArenaLayout
-from server.cache.specs import CacheGeometry, ComponentSpec, LayoutError, Scope
+from server.cache.live import live_positions
+from server.cache.specs import HANDOFF, CacheGeometry, ComponentSpec, LayoutError, Scope
 from server.sizes import size
 
 TOKENS_A_SLOT = 8192
@@ -71,3 +72,15 @@ def most_at_once(geometry: CacheGeometry, n_tokens: int) -> int:
     """How many requests of ``n_tokens`` (prompt and answer) can run at the same time."""
     slots, pages = geometry.slots - 1, geometry.pages - 1
     return min(slots, pages // pages_for(n_tokens + geometry.spec_tokens, geometry.page_size))
+
+
+def slot_names(layout: ArenaLayout) -> tuple[str, ...]:
+    """The components of a snapshot, in order."""
+    return tuple(c.name for c in layout.components if c.scope is Scope.SLOT and c.name != HANDOFF)
+
+
+def snapshot_nbytes(layout: ArenaLayout, streams_nbytes: int) -> int:
+    """The size of a snapshot of a prefix that is longer than the window."""
+    n = layout.page_size * (1 + layout.window // layout.page_size)
+    live = live_positions(n, layout.window, slot_names(layout))
+    return streams_nbytes + sum(len(rows) * layout.component(name).row_nbytes for name, rows in live.items())

@@ -13,9 +13,10 @@ import torch
 import xxhash
 
 from server.cache.arena import Arena
-from server.cache.layout import ArenaLayout, Placement, Run
+from server.cache.capacity import slot_names
+from server.cache.layout import Placement, Run
 from server.cache.live import live_positions
-from server.cache.specs import HANDOFF, LayoutError, Scope
+from server.cache.specs import LayoutError
 
 
 @dataclass(frozen=True)
@@ -54,18 +55,6 @@ class Snapshot:
         if self.digest != _digest(point, self.data):
             return "the snapshot's bytes are not those that were taken"
         return None
-
-
-def slot_names(layout: ArenaLayout) -> tuple[str, ...]:
-    """The components of a snapshot, in order."""
-    return tuple(c.name for c in layout.components if c.scope is Scope.SLOT and c.name != HANDOFF)
-
-
-def snapshot_nbytes(layout: ArenaLayout, streams_nbytes: int) -> int:
-    """The size of a snapshot of a prefix that is longer than the window."""
-    n = layout.page_size * (1 + layout.window // layout.page_size)
-    live = live_positions(n, layout.window, slot_names(layout))
-    return streams_nbytes + sum(len(rows) * layout.component(name).row_nbytes for name, rows in live.items())
 
 
 def take_snapshot(arena: Arena, placement: Placement, point: SnapshotPoint, streams: torch.Tensor) -> Snapshot:

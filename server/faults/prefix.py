@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from server.cache.arena import POISON_BYTE, Arena
+from server.cache.capacity import slot_names
 from server.cache.digest import StateDigests
 from server.cache.layout import Placement, Run
 from server.cache.live import live_positions
 from server.cache.prefix import CachedPage, PrefixCache, PrefixHit
-from server.cache.snapshots import Snapshot, slot_names
+from server.cache.snapshots import Snapshot
 from server.cache.specs import Scope
 from server.faults.spec import Fault, FaultKind
 

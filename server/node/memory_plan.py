@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from server.cache.capacity import fitted, item_nbytes, most_at_once, page_nbytes, slot_nbytes
+from server.cache.capacity import fitted, item_nbytes, most_at_once, page_nbytes, slot_nbytes, snapshot_nbytes
 from server.cache.layout import ArenaLayout
 from server.cache.row_formats import ITEMSIZE
-from server.cache.snapshots import snapshot_nbytes
 from server.cache.specs import CacheGeometry, LayoutError, Scope
 from server.model.config import ModelConfig
 from server.model.state import state_components

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from server.cache.arena import Arena
+from server.cache.capacity import slot_names, snapshot_nbytes
 from server.cache.layout import ArenaLayout, Placement
 from server.cache.live import live_positions
 from server.cache.snapshots import (
     Snapshot,
     SnapshotPoint,
     restore_snapshot,
-    slot_names,
-    snapshot_nbytes,
     take_snapshot,
 )
 from server.cache.specs import HANDOFF, LayoutError

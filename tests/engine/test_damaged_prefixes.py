@@ -10,10 +10,11 @@ from itertools import pairwise
 
 import pytest
 
+from server.cache.capacity import slot_names
 from server.cache.layout import Placement
 from server.cache.live import live_positions
 from server.cache.prefix import PrefixHit
-from server.cache.snapshots import SnapshotPoint, slot_names
+from server.cache.snapshots import SnapshotPoint
 from server.cache.specs import Scope
 from server.engine import prefix
 from server.engine.events import (

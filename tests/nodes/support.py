@@ -270,7 +270,7 @@ class FakeEngine(threading.Thread):
                 self.wrong_bytes.append(name)
         if command.first.token_id != first_token_of(prompt):
             self.wrong_bytes.append("first token")
-        if command.placement.read_only != len(prompt) // PAGE_SIZE:
+        if command.placement.read_only != len(prompt) // self.arena.layout.page_size:
             self.wrong_bytes.append("read only")
 
     def _emit(self, key: Hashable) -> None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from server.cache.allocator import Allocator, ItemState
 from server.cache.arena import Arena
+from server.cache.capacity import snapshot_nbytes
 from server.cache.layout import PROBE_NBYTES, ArenaLayout, Placement, Run
 from server.cache.prefix import PrefixCache, page_key
-from server.cache.snapshots import snapshot_nbytes
 from server.cache.specs import CacheGeometry, ComponentSpec, Scope, handoff_spec
 from server.transfer.engines.base import PieceStatus, SubmitFailed, Ticket
 from server.transfer.rooms import RoomKey
