@@ -270,7 +270,7 @@ class FakeEngine(threading.Thread):
                 self.wrong_bytes.append(name)
         if command.first.token_id != first_token_of(prompt):
             self.wrong_bytes.append("first token")
-        if command.placement.read_only != len(prompt) // PAGE_SIZE:
+        if command.placement.read_only != len(prompt) // self.arena.layout.page_size:
             self.wrong_bytes.append("read only")
 
     def _emit(self, key: Hashable) -> None:
@@ -294,7 +294,7 @@ class FakeEngine(threading.Thread):
         ids = prompt + tuple(first_token_of(prompt) + i for i in range(n_done - 1))
         self._write(ids, len(prompt), len(ids), placement)
         pages = StateDigests(self.arena, len(ids), placement).take_pages(len(ids))
-        self.on_event(Finished(key, reason, ids, pages[len(prompt) // PAGE_SIZE :]))
+        self.on_event(Finished(key, reason, ids, pages[len(prompt) // self.arena.layout.page_size :]))
 
 
 @dataclass
