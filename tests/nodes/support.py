@@ -294,7 +294,7 @@ class FakeEngine(threading.Thread):
         ids = prompt + tuple(first_token_of(prompt) + i for i in range(n_done - 1))
         self._write(ids, len(prompt), len(ids), placement)
         pages = StateDigests(self.arena, len(ids), placement).take_pages(len(ids))
-        self.on_event(Finished(key, reason, ids, pages[len(prompt) // PAGE_SIZE :]))
+        self.on_event(Finished(key, reason, ids, pages[len(prompt) // self.arena.layout.page_size :]))
 
 
 @dataclass

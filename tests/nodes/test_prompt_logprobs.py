@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -96,9 +96,9 @@ async def test_without_an_answer_nothing_but_the_hand_off_row_is_sent(monkeypatc
         held: list[int] = []
         reserve = d.parts.allocator.reserve
 
-        def noted(key: object, n_tokens: int, **pages: Sequence[int]) -> object:
+        def noted(key: object, n_tokens: int, **pins: object) -> object:
             held.append(n_tokens)
-            return reserve(key, n_tokens, **pages)
+            return reserve(key, n_tokens, **pins)
 
         monkeypatch.setattr(d.parts.allocator, "reserve", noted)
         asked = request(1000, max_tokens=0)
