@@ -7,12 +7,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from statistics import median
+from functools import partial
 
 from cluster import Node
 
 from .client import decode, ttft_s
-from .measurement import BenchFailed, Measurement, Prompt, decode_rate
+from .in_process import decode_round
+from .measurement import BenchFailed, Measurement, Prompt
 from .servers import BASELINE, Server, a_pair, node_options, running
 from .session import Prompts, Session
 
@@ -81,6 +82,9 @@ def _shared_prefix(session: Session, pairs: dict[str, Server], fresh: Fresh) -> 
     sizes = session.sizes
     times, sent = _two(f"{sizes.shared_prefix:,} shared tokens and {sizes.suffix} of its own")
     prefix = fresh.one(sizes.shared_prefix)
+    session.on_step(times.name)
+    for pair in pairs.values():
+        ttft_s(pair.url, prefix)
 
     def one_round(m: Measurement) -> None:
         prompt = (*prefix, *fresh.one(sizes.suffix))
@@ -141,33 +145,35 @@ def _nothing_shared(session: Session, pairs: dict[str, Server], fresh: Fresh) ->
         session,
         sizes=replace(sizes, rounds=sizes.overhead_rounds, seconds=OVERHEAD_PATIENCE * sizes.seconds),
     )
-    size = {"checkpoint": "bundled"}
+    size: dict[str, object] = {"checkpoint": "bundled"}
 
     def in_turn() -> Iterator[list[str]]:
         for turn in range(A_ROUND):
             yield list(pairs) if turn % 2 else list(reversed(pairs))
 
     def prompts(m: Measurement) -> None:
-        found: dict[str, list[float]] = {name: [] for name in pairs}
+        once = replace(m, values={})
         for names in in_turn():
             prompt = fresh.one(sizes.fresh_prompt)
             for name in names:
-                found[name].append(ttft_s(pairs[name].url, prompt))
-        for name, seconds in found.items():
-            m.add(name, 1e3 * median(seconds))
+                once.add(name, 1e3 * ttft_s(pairs[name].url, prompt))
+        for name in pairs:
+            m.add(name, once.median(name))
+
+    n_tokens = dict.fromkeys(pairs, sizes.fresh_answers)
 
     def streams(m: Measurement) -> None:
-        found: dict[str, list[float]] = {name: [] for name in pairs}
+        once = replace(m, values={})
         for names in in_turn():
             batch = [fresh.one(STREAM_PROMPT) for _ in range(STREAMS)]
-            for name in names:
-                found[name].append(decode_rate(decode(pairs[name].url, batch, sizes.fresh_answers)))
-        for name, rates in found.items():
-            m.add(name, median(rates))
+            decode_round({name: partial(decode, pairs[name].url) for name in names}, batch, n_tokens, once)
+        for name in pairs:
+            m.add(name, once.median(name))
 
     what = f"nothing shared, {sizes.fresh_prompt:,} tokens"
     yield patient.measure(
         Measurement("prefix", f"{what}: time to the first token", "ms", RATIOS, size=size | {"figure": what}), prompts
     )
-    what = f"nothing shared, {STREAMS} requests decode {sizes.fresh_answers} tokens"
-    yield patient.measure(Measurement("prefix", what, "tokens/s", RATIOS, size=size | {"figure": what}), streams)
+    what = f"nothing shared, {STREAMS} requests decode"
+    size |= {"figure": what, "tokens": n_tokens}
+    yield patient.measure(Measurement("prefix", what, "tokens/s", RATIOS, size=size), streams)

@@ -22,6 +22,7 @@ from server.cache.specs import CacheGeometry
 from server.model.config import load_config
 from server.model.state import state_components
 from server.node.options import BUNDLED_MODEL
+from tests.support import waiting
 from tests.support.processes import process_pair
 
 PAGE = 256
@@ -290,7 +291,9 @@ async def test_many_requests_with_few_prefixes_on_pools_of_a_third(tmp_path: Pat
 
 
 async def disturbed(pair: Pair, asked: Sequence[Question], event: Event, leaving: float = 0.3) -> list[Outcome]:
-    """All at once, of whom some go away; meanwhile a node is killed, if ``event`` says so, and started again."""
+    """All at once, of whom some go away. When a third have ended a node is killed, if ``event`` says so, and started
+    again.
+    """
     rng = random.Random(event.seed)
 
     async def client(question: Question) -> Outcome:
@@ -299,7 +302,7 @@ async def disturbed(pair: Pair, asked: Sequence[Question], event: Event, leaving
 
     clients = [asyncio.create_task(client(question)) for question in asked]
     if event.kind is Kind.KILL:
-        await asyncio.wait(clients, return_when=asyncio.FIRST_COMPLETED)
+        await waiting.until(lambda: 3 * sum(client.done() for client in clients) > len(clients), ANSWER_S)
         node = pair.d if event.target == "decode" else pair.p
         node.kill()
         node.start()
