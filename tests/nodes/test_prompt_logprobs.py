@@ -96,7 +96,7 @@ async def test_without_an_answer_nothing_but_the_hand_off_row_is_sent(monkeypatc
         held: list[int] = []
         reserve = d.parts.allocator.reserve
 
-        def noted(key: object, n_tokens: int, **pins: object) -> object:
+        def noted(key: object, n_tokens: int, **pins: Any) -> object:
             held.append(n_tokens)
             return reserve(key, n_tokens, **pins)
 

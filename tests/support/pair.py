@@ -91,7 +91,7 @@ class TestNode:
         )
         self.side = side
         self.arena = Arena(ArenaLayout.from_geometry(geometry), poison=side.poison)
-        self.allocator = Allocator(geometry, permute_seed=side.permute_seed)
+        self.allocator = Allocator(geometry, permute_seed=side.permute_seed, on_free=self.arena.scrub)
         self.registry = CollectorRegistry()
         self.hooks = hooks_of(FaultSet.parse(side.faults), self.arena)
         self.commands: list[Command] = []
