@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,7 +96,7 @@ async def test_without_an_answer_nothing_but_the_hand_off_row_is_sent(monkeypatc
         held: list[int] = []
         reserve = d.parts.allocator.reserve
 
-        def noted(key: object, n_tokens: int, **pins: object) -> object:
+        def noted(key: object, n_tokens: int, **pins: Sequence[int]) -> object:
             held.append(n_tokens)
             return reserve(key, n_tokens, **pins)
 
