@@ -23,8 +23,8 @@ PAGES, SLOTS = 256, 32
 STREAMS, STREAM_PROMPT = 4, 64
 A_ROUND = 5
 """Prompts of each variant in a round without anything shared, in turn: the round's value is their median."""
-OVERHEAD_PATIENCE = 6
-"""Times --seconds for one measurement of the overhead: a small ratio needs many rounds."""
+PATIENCE = 10
+"""Times --seconds for a measurement of whole chats, or of the overhead: a small ratio needs many rounds."""
 ANSWER_S = 600.0
 
 
@@ -116,7 +116,7 @@ def _chat(session: Session, pairs: dict[str, Server], fresh: Fresh) -> Iterator[
             m.add(name, 1e3 * cost.ttft_s)
             sent.add(name, cost.nbytes)
 
-    yield session.measure(times, one_round)
+    yield _patient(session, sizes.rounds).measure(times, one_round)
     yield _counted(sent, times)
 
 
@@ -132,6 +132,11 @@ def _answer(node: Node, prompt: Prompt, n_tokens: int) -> Prompt:
     return tuple(node.http.post("/generate", json=body, timeout=ANSWER_S).raise_for_status().json()["output_ids"])
 
 
+def _patient(session: Session, rounds: int) -> Session:
+    """With more time for one measurement."""
+    return replace(session, sizes=replace(session.sizes, rounds=rounds, seconds=PATIENCE * session.sizes.seconds))
+
+
 def _counted(sent: Measurement, times: Measurement) -> Measurement:
     """``sent`` without the rounds that warmed up."""
     sent.values = {name: sent.values[name][-len(values) :] for name, values in times.values.items()}
@@ -141,10 +146,7 @@ def _counted(sent: Measurement, times: Measurement) -> Measurement:
 def _nothing_shared(session: Session, pairs: dict[str, Server], fresh: Fresh) -> Iterator[Measurement]:
     """Many rounds, and in each the variants take turns several times, in the other order every second time."""
     sizes = session.sizes
-    patient = replace(
-        session,
-        sizes=replace(sizes, rounds=sizes.overhead_rounds, seconds=OVERHEAD_PATIENCE * sizes.seconds),
-    )
+    patient = _patient(session, sizes.overhead_rounds)
     size: dict[str, object] = {"checkpoint": "bundled"}
 
     def in_turn() -> Iterator[list[str]]:
@@ -168,12 +170,12 @@ def _nothing_shared(session: Session, pairs: dict[str, Server], fresh: Fresh) ->
             batch = [fresh.one(STREAM_PROMPT) for _ in range(STREAMS)]
             decode_round({name: partial(decode, pairs[name].url) for name in names}, batch, n_tokens, once)
         for name in pairs:
-            m.add(name, once.median(name))
+            m.add(name, 1e3 * STREAMS / once.median(name))
 
     what = f"nothing shared, {sizes.fresh_prompt:,} tokens"
     yield patient.measure(
         Measurement("prefix", f"{what}: time to the first token", "ms", RATIOS, size=size | {"figure": what}), prompts
     )
-    what = f"nothing shared, {STREAMS} requests decode"
+    what = f"nothing shared, {STREAMS} requests decode: time per output token"
     size |= {"figure": what, "tokens": n_tokens}
-    yield patient.measure(Measurement("prefix", what, "tokens/s", RATIOS, size=size), streams)
+    yield patient.measure(Measurement("prefix", what, "ms", RATIOS, size=size), streams)
