@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from server.cache.digest import NOTHING
 from server.failure import FailureKind
 from server.transfer.frames import pack_tokens
 from server.transfer.manifest import Manifest
@@ -91,7 +92,7 @@ def from_prefill(prefill: str, decode: str, manifest: Manifest, rooms: tuple[int
             Reserved(**ids),
             Progress(**ids, phase=RemotePhase.PREFILL, n_computed=5),
             PromptLogprobsPart(**ids, start=1, rows=bytes(24)),
-            Done(**ids, n=3, sent=(Sent("swa", 0, 3, 96, 2**64 - 1),), pieces={"swa": 4}, timings=_TIMINGS),
+            Done(**ids, n=3, sent=(Sent("swa", 0, 3, 96, 2**64 - 1, 0, NOTHING),), pieces={"swa": 4}, timings=_TIMINGS),
             Failed(**ids, code="x", reason="fuzz", kind=FailureKind.INTERNAL, component="", writes=Writes.UNKNOWN),
             Quiesced(**ids),
         ]

@@ -62,9 +62,9 @@ class Hooks:
         """The content key of a page (:func:`server.cache.prefix.page_key`)."""
         return page_key(parent, ids)
 
-    def cache_hit(self, key: Hashable, hit: PrefixHit) -> PrefixHit:
-        """The prefill node takes a part of a prompt from its cache: what it takes. Called again for the same room if
-        there was no memory for it.
+    def cache_hit(self, key: Hashable, hit: PrefixHit) -> PrefixHit | None:
+        """The prefill node takes a part of a prompt from its cache: what it takes, if anything. Called again for the
+        same room if there was no memory for it.
         """
         return hit
 

@@ -112,7 +112,9 @@ class Faults(Hooks):
     def page_key(self, parent: bytes, ids: bytes) -> bytes:
         return page_key(parent, b"" if self._faults.keys_collide else ids)
 
-    def cache_hit(self, key: Hashable, hit: PrefixHit) -> PrefixHit:
+    def cache_hit(self, key: Hashable, hit: PrefixHit) -> PrefixHit | None:
+        if self._faults.misplace_rooms:
+            return None  # it will not be computed where the pages are
         if self._last_hit is not None and self._last_hit[0] == key and self._last_hit[1].pages == hit.pages:
             return self._last_hit[2]  # it waits for memory
         taken = self._prefix.take_over(self._faults.of_cached(str(key)), hit)

@@ -238,6 +238,11 @@ class FaultSet:
         """Whether content keys do not depend on tokens now."""
         return any(fault.kind is FaultKind.COLLIDE_KEYS for fault in self._current())
 
+    @property
+    def misplace_rooms(self) -> bool:
+        """Whether the next room uses a wrong slot or wrong pages in the prefill node's pool."""
+        return any(fault.place is Place.POOL and (fault.left is None or fault.left > 0) for fault in self._current())
+
     def of_message(self, message_type: str) -> tuple[Fault, ...]:
         """The faults of the next outgoing message of this type."""
         return self._take(message_type, lambda fault: fault.kind in MESSAGES and fault.target == message_type)

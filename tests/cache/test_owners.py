@@ -60,3 +60,16 @@ def test_what_holds_a_long_prompt_is_said_by_component_not_by_page() -> None:
     found = OwnerStamps(LAYOUT).items_of(7 * LAYOUT.page_size, Placement(2, pages), LAYOUT.names)
     assert len({item.component for item in found}) == len(found) <= len(LAYOUT.names)
     assert {item.items for item in found if item.scope is Scope.PAGE} == {pages}
+
+
+def test_two_rooms_of_one_name_read_a_shared_page_each_for_itself() -> None:
+    """Those of two decode nodes may have the same id and epoch."""
+    stamps = stamped()
+    stamps.share(5, OURS)
+    second = Placement(3, (5,))
+    stamps.stamp(second, OURS)
+    stamps.clear(MEMORY, OURS)
+    stamps.check(4, second, ["c4_kv"], OURS)
+    stamps.clear(second, OURS)
+    with pytest.raises(WrongOwner, match="c4_kv: page 5 belongs to nobody"):
+        stamps.check(4, second, ["c4_kv"], OURS)

@@ -29,7 +29,7 @@ from server.engine.events import (
     SnapshotTaken,
 )
 from server.engine.prefix import TakeOver
-from server.engine.request import FinishReason, GenerationRequest, SamplingParams
+from server.engine.request import DEFAULT_MAX_TOKENS, FinishReason, GenerationRequest, SamplingParams
 from server.engine.runner import ModelRunner, SharedPage
 from server.engine.tokenizer import Tokenizer
 from server.failure import Failure
@@ -189,8 +189,8 @@ def slices(monkeypatch: pytest.MonkeyPatch, node: Reusing) -> list[object]:
     return seen
 
 
-def small(name: str, n: int = 40, **sampling: int) -> GenerationRequest:
-    return GenerationRequest(name, tuple(IDS[:n]), SamplingParams(ignore_eos=True, **sampling))
+def small(name: str, n: int = 40, max_tokens: int = DEFAULT_MAX_TOKENS) -> GenerationRequest:
+    return GenerationRequest(name, tuple(IDS[:n]), SamplingParams(ignore_eos=True, max_tokens=max_tokens))
 
 
 def test_other_requests_go_on_between_the_slices(node: Reusing, hit: PrefixHit, slices: list[object]) -> None:

@@ -39,8 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def harness(model: LoadedModel, tokenizer: Tokenizer) -> Iterator[Callable[..., Harness]]:
     made: list[Harness] = []
 
-    def make(k: int, **options: bool) -> Harness:
-        made.append(Harness(model, tokenizer, k, **options))
+    def make(k: int, *, cold: bool = False) -> Harness:
+        made.append(Harness(model, tokenizer, k, cold=cold))
         return made[-1]
 
     yield make

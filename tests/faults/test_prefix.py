@@ -52,6 +52,12 @@ class Node:
         assert hit is not None
         return hit
 
+    def take(self, room: str, hit: PrefixHit) -> PrefixHit:
+        """What a room takes over of ``hit``."""
+        taken = self.hooks.cache_hit(room, hit)
+        assert taken is not None
+        return taken
+
     def bytes_of(self, page: CachedPage) -> bytes:
         first = self.arena.layout.page_components[0]
         start = first.offset + page.page * first.item_stride
@@ -76,7 +82,7 @@ def test_one_bit_of_the_first_page_that_is_taken_over_is_inverted_once(name: str
     hit = node.hit(node.keep(prompt(1)))
     before = [node.bytes_of(page) for page in hit.pages]
     for _ in range(2):  # it waits for memory
-        taken = node.hooks.cache_hit("room", hit)
+        taken = node.take("room", hit)
     assert [n_flipped(a, node.bytes_of(page)) for a, page in zip(before, hit.pages, strict=True)] == [1, 0]
     assert taken.snapshot.damage(taken.point) is None
     node.hooks.cache_hit("the next room", hit)
@@ -86,14 +92,14 @@ def test_one_bit_of_the_first_page_that_is_taken_over_is_inverted_once(name: str
 def test_a_flipped_snapshot_is_not_what_was_taken_also_for_later_rooms() -> None:
     node = Node("flip-snapshot:1")
     keys = node.keep(prompt(1))
-    taken = node.hooks.cache_hit("room", node.hit(keys))
+    taken = node.take("room", node.hit(keys))
     assert "are not those that were taken" in str(taken.snapshot.damage(taken.point))
     assert node.hit(keys).snapshot is taken.snapshot
 
 
 def test_a_snapshot_of_an_earlier_boundary_is_one_of_the_same_prefix() -> None:
     node = Node("shift-snapshot")
-    taken = node.hooks.cache_hit("room", node.hit(node.keep(prompt(1))))
+    taken = node.take("room", node.hit(node.keep(prompt(1))))
     assert (taken.n, taken.snapshot.n) == (2 * PAGE_SIZE, PAGE_SIZE)
     assert "is of 256 tokens" in str(taken.snapshot.damage(taken.point))
 
@@ -102,7 +108,7 @@ def test_a_stale_snapshot_is_that_of_the_hit_before() -> None:
     node = Node("stale-snapshot")
     first, second = node.keep(prompt(1)), node.keep(prompt(2))
     assert node.hooks.cache_hit("room", node.hit(first)) == node.hit(first)  # there is none before
-    taken = node.hooks.cache_hit("another room", node.hit(second))
+    taken = node.take("another room", node.hit(second))
     assert taken.snapshot is node.hit(first).snapshot
     assert "is of the prefix" in str(taken.snapshot.damage(taken.point))
 

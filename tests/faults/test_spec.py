@@ -177,3 +177,11 @@ def test_every_message_has_a_sender() -> None:
     assert "Done" in MESSAGE_TYPES["prefill"]
     assert "Reserve" in MESSAGE_TYPES["decode"]
     assert not set(MESSAGE_TYPES["prefill"]) & set(MESSAGE_TYPES["decode"])
+
+
+def test_rooms_are_misplaced_while_a_fault_of_the_pool_is_left() -> None:
+    faults = FaultSet.parse(("stale:swa@pool:1", "zero:swa"))
+    assert faults.misplace_rooms
+    for room in ("1", "2"):
+        faults.of_room(room)
+        assert not faults.misplace_rooms

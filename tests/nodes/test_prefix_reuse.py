@@ -18,6 +18,7 @@ from server.failure import RequestFailed
 from server.faults.hooks import Put
 from server.transfer.frames import encode
 from server.transfer.protocol import Abort, AnyMessage, Done, Rejected, Reserve
+from server.transfer.rooms import RoomKey
 from tests.decode.held import claims
 from tests.nodes.support import FAST, NodeUnderTest, Pair, all_free, answer, deaf_to, expected, phase_is, request
 from tests.support.waiting import until
@@ -25,6 +26,11 @@ from tests.transfer.support import PAGE_SIZE, make_geometry
 
 PAGES = 4
 LONG = PAGES * PAGE_SIZE + 76
+
+
+def cache_of(node: NodeUnderTest) -> PrefixCache:
+    assert node.parts.prefix_cache is not None
+    return node.parts.prefix_cache
 
 
 class ScriptedPrefill:
@@ -53,6 +59,7 @@ class ScriptedPrefill:
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, PrefillFinished):
+            assert isinstance(event.key, RoomKey)
             self._parts[event.key.room, event.key.epoch] = event.parts
         self._on_event(event)
 
@@ -89,9 +96,9 @@ def cached(d: NodeUnderTest) -> int:
 def is_over(d: NodeUnderTest) -> bool:
     """Nothing is anybody's but the cache's."""
     counts = d.counts()
-    return not d.node.manager.reqs and all(
-        n == 0 for kind in counts.values() for state, n in kind.items() if state not in ("free", "cached")
-    )
+    if d.node.manager.reqs or any(d.arena.owners.readers_of(page) for page in d.parts.allocator.cached_pages()):
+        return False
+    return all(n == 0 for kind in counts.values() for state, n in kind.items() if state not in ("free", "cached"))
 
 
 async def routed(d: NodeUnderTest, asked: GenerationRequest) -> tuple[list[int], RouteInfo]:
@@ -121,8 +128,8 @@ async def test_what_is_held_is_read_in_place(pair: Pair, monkeypatch: pytest.Mon
     first, second = request(LONG), follow_up(request(LONG), max_tokens=5)
     assert await answer(d.node, first) == expected(first)
     await until(lambda: is_over(d))
-    assert cached(d) == len(d.parts.prefix_cache) == PAGES
-    kept = [page.page for page in d.parts.prefix_cache.match(d.parts.prefix_cache.keys_of(second.prompt_ids))]
+    assert cached(d) == len(cache_of(d)) == PAGES
+    kept = [page.page for page in cache_of(d).match(cache_of(d).keys_of(second.prompt_ids))]
     script.held = held
     d.engine.gate.clear()
     generation = d.node.submit(second)
@@ -236,7 +243,7 @@ async def test_damage_in_a_held_page_is_forgotten_and_the_same_node_is_asked_aga
     assert script.offered == [0, PAGES, 0]
     assert d.engine.wrong_bytes == []
     assert d.metric("pd_retries_total", reason="prefix_damaged") == 1
-    assert d.parts.prefix_cache.counts.damaged == 1
+    assert cache_of(d).counts.damaged == 1
     await until(lambda: is_over(d) and all_free(p))
     assert cached(d) == PAGES, "the sound ones were kept, the others came anew"
     assert await answer(d.node, follow_up(request(LONG))) == expected(follow_up(request(LONG)))
@@ -269,7 +276,7 @@ async def test_a_routers_room_with_damage_fails_by_name_and_the_next_one_is_righ
     await answer(d.node, request(LONG))
     await until(lambda: is_over(d))
     script.held = ((0, PAGES),)
-    for page in d.parts.prefix_cache.match(d.parts.prefix_cache.keys_of(request(LONG).prompt_ids))[:1]:
+    for page in cache_of(d).match(cache_of(d).keys_of(request(LONG).prompt_ids))[:1]:
         flip(d, page.page)
     address = ("127.0.0.1", p.node.bootstrap_port)
     for room in (7, 8):
@@ -332,7 +339,7 @@ async def test_nothing_cached_keeps_a_request_from_its_memory(pair: Pair, monkey
     assert script.offered == [0, 2]
     other = request(7 * PAGE_SIZE - 10, seed=3)
     assert await answer(d.node, other) == expected(other)
-    assert d.parts.prefix_cache.counts.evicted_pages > 0
+    assert cache_of(d).counts.evicted_pages > 0
     assert d.engine.wrong_bytes == []
 
 
@@ -395,7 +402,7 @@ async def test_an_attempt_after_damage_asks_another_node_if_its_own_is_gone(
     )
     await answer(d.node, request(LONG))
     await until(lambda: is_over(d))
-    flip(d, d.parts.prefix_cache.match(d.parts.prefix_cache.keys_of(request(LONG).prompt_ids))[0].page)
+    flip(d, cache_of(d).match(cache_of(d).keys_of(request(LONG).prompt_ids))[0].page)
     for p, script in scripts:
         script.held = ((0, PAGES),)
         deaf_to(p, Abort | Rejected, monkeypatch)
@@ -440,7 +447,7 @@ async def test_after_damage_here_the_prefill_node_is_not_to_blame(pair: Pair, mo
     d = await pair.decode(*nodes, geometry=make_geometry(extra_rows=2, slots=4, pages=15), reuse=True)
     await answer(d.node, request(LONG))
     await until(lambda: is_over(d))
-    flip(d, d.parts.prefix_cache.match(d.parts.prefix_cache.keys_of(request(LONG).prompt_ids))[0].page)
+    flip(d, cache_of(d).match(cache_of(d).keys_of(request(LONG).prompt_ids))[0].page)
     for script in scripts:
         script.held = ((0, PAGES),)
     tokens, route = await routed(d, follow_up(request(LONG)))
@@ -448,7 +455,7 @@ async def test_after_damage_here_the_prefill_node_is_not_to_blame(pair: Pair, mo
     asked = next(p for p, script in zip(nodes, scripts, strict=True) if PAGES in script.offered)
     assert (route.prefill, route.n_retries) == (f"127.0.0.1:{asked.node.bootstrap_port}", 1)
     await until(lambda: is_over(d))
-    flip(d, d.parts.prefix_cache.match(d.parts.prefix_cache.keys_of(request(LONG).prompt_ids))[0].page)
+    flip(d, cache_of(d).match(cache_of(d).keys_of(request(LONG).prompt_ids))[0].page)
     for script in scripts:
         script.held, script.lie = ((0, PAGES),), lambda done: done if done.held else msgspec.structs.replace(done, n=1)
     with pytest.raises(RequestFailed):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from server.cache.layout import Placement
+from server.cache.prefix import PrefixHit
 from server.cache.specs import Scope
 from server.engine.events import Cancel, ComputeFailed, Finished
 from server.engine.request import FinishReason
@@ -15,7 +18,8 @@ from server.prefill.room import PrefillPhase
 from server.transfer.checks import Check
 from server.transfer.protocol import Failed, Quiesced
 from server.transfer.rooms import RoomKey
-from tests.prefill.support import PAGE_SIZE, Prefills, prompt_of
+from tests.prefill.support import Prefills, prompt_of
+from tests.transfer.support import PAGE_SIZE
 
 
 def hit_of(prefills: Prefills, key: RoomKey) -> int:
@@ -199,6 +203,23 @@ async def test_a_refused_hit_is_computed_anew_at_once(page: int | None) -> None:
     assert done.timings.prefill_s == 1.0
 
 
+class Stale(Hooks):
+    """What is taken from the cache is the snapshot of another prefix; those that are kept are right."""
+
+    def cache_hit(self, key: object, hit: PrefixHit) -> PrefixHit:
+        return replace(hit, snapshot=replace(hit.snapshot, key=bytes(16)))
+
+
+async def test_a_room_whose_hit_was_refused_gets_nothing_more_from_the_cache_though_there_is_something() -> None:
+    prefills = Prefills(hooks=Stale())
+    prefills.whole(prefills.reserve("abc."))
+    room = prefills.reserve("abcd.")
+    assert hit_of(prefills, room) == 3
+    prefills.refuse(room, None)
+    assert hit_of(prefills, room) == 0
+    assert len(list(prefills.cache.snapshots)) == 1, "this one is not damaged"
+
+
 async def test_damage_that_is_known_already_drops_nothing_new() -> None:
     prefills = Prefills()
     prefills.whole(prefills.reserve("abc."))
@@ -235,6 +256,16 @@ async def test_nothing_is_kept_of_a_room_that_is_computed_elsewhere() -> None:
     prefills.whole(prefills.reserve("abc."))
     assert len(prefills.cache) == 0
     assert prefills.counts() == {"free": 16}
+
+
+async def test_a_room_that_is_to_be_computed_elsewhere_takes_nothing_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hooks = Hooks()
+    prefills = Prefills(hooks=hooks)
+    prefills.whole(prefills.reserve("abc."))
+    monkeypatch.setattr(hooks, "cache_hit", lambda key, hit: None)
+    assert hit_of(prefills, prefills.reserve("abcd.")) == 0
 
 
 class Unchecked(Hooks):

@@ -239,9 +239,9 @@ class World:
         for decode in self.decodes:
             if self.hits(weather.decode_crash):
                 decode.crash()
-        for node in self.nodes:
+        for either in self.nodes:
             if self.hits(weather.bad_cache):
-                node.rot()
+                either.rot()
         if self.hits(weather.stop):
             self.rng.choice(self.nodes).stop()
         if self.hits(weather.connection_lost):
