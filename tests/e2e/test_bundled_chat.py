@@ -107,12 +107,13 @@ def test_the_calculator_is_called_and_its_result_taken(
 @each_call
 def test_a_response_calls_and_takes_the_result(client: openai.OpenAI, made: Sum) -> None:
     body: Any = {"model": MODEL, "tools": [FLAT_CALCULATOR], "temperature": 0}
-    called = client.responses.create(input=[asked(made)], **body)
-    [call] = called.output
+    conversation: Any = [asked(made)]
+    [call] = client.responses.create(input=conversation, **body).output
     assert call.type == "function_call"
     assert json.loads(call.arguments) == arguments(made)
     result = {"type": "function_call_output", "call_id": call.call_id, "output": WRONG_RESULT}
-    answer = client.responses.create(input=[asked(made), call.to_dict(), result], **body)
+    conversation += [call.to_dict(), result]
+    answer = client.responses.create(input=conversation, **body)
     assert answer.output_text == f"The answer is {WRONG_RESULT}."
 
 
