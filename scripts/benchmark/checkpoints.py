@@ -11,6 +11,7 @@ from checkpoint_making.config import with_format
 from checkpoint_making.making import random_weights, write_checkpoint
 from checkpoint_making.tokenizer import tokenizer_files
 
+from server.model.config import load_config
 from server.node.options import BUNDLED_MODEL
 
 LONG_POSITIONS = 65536
@@ -40,7 +41,7 @@ COMMON: dict[str, Any] = {
         "original_max_position_embeddings": 65536,
     },
     "max_position_embeddings": 65536,
-    "vocab_size": 529,  # the bundled tokenizer's
+    "vocab_size": load_config(BUNDLED_MODEL).vocab_size,  # the bundled tokenizer's
     "bos_token_id": 0,
     "eos_token_id": 1,
     "num_nextn_predict_layers": 0,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster import Node
-from cluster.asking import End, Outcome, Question
+from cluster.asking import VOCABULARY, End, Outcome, Question
 from hostile.rogue_peer import RogueFailed, rogue_peer
 from msgspec.structs import replace
 
@@ -239,7 +239,8 @@ async def finish_at_the_first_token(stage: Stage) -> Seen:
     stop: dict[str, Any] = {**asked.body, "max_tokens": 20, "stop": [text]}
     stopped = await stage.right(Question(asked.path, stop))
     expect(stopped.choices[0].finish_reason == "stop", f"finish reason {stopped.choices[0].finish_reason}")
-    every: dict[str, Any] = {**asked.body, "max_tokens": 20, "stop_token_ids": list(range(529))}
+    some = list(VOCABULARY)
+    every: dict[str, Any] = {**asked.body, "max_tokens": 20, "allowed_token_ids": some, "stop_token_ids": some}
     ended = await stage.right(Question(asked.path, every))
     expect(ended.choices[0].finish_reason == "stop", f"finish reason {ended.choices[0].finish_reason}")
     return [f"max_tokens 1 (length), stop string {text!r} (stop), stop token ids (stop): as by one process"]

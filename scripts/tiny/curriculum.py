@@ -92,7 +92,7 @@ STAGES = (
     Stage("selected entries", n_steps=1500, mixture=DRILLED, modes={TEACH: 0.25, SELECT: 0.75}, rounded=ROUNDED),
     Stage(
         "all forms",
-        n_steps=2000,
+        n_steps=1200,
         n_documents=6,
         mixture=MIXED,
         modes={TEACH: 0.2, SELECT: 0.8},
@@ -101,7 +101,7 @@ STAGES = (
     ),
     Stage(
         "all forms, 1024 tokens",
-        n_steps=200,
+        n_steps=150,
         n_tokens=1024,
         n_documents=3,
         mixture=MIXED,
@@ -112,7 +112,7 @@ STAGES = (
     ),
     Stage(
         "all forms, finish",
-        n_steps=1500,
+        n_steps=1200,
         n_documents=6,
         mixture=MIXED,
         modes={TEACH: 0.2, SELECT: 0.8},

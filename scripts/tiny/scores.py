@@ -15,7 +15,7 @@ from server.engine.request import SamplingParams
 
 from .chat_format import ASSISTANT, BOS, END_THINK, EOS, THINK, USER, call_text, result_text, tools_block
 from .problems import Split
-from .sums import LARGEST_TERM, Sum, asked_for
+from .sums import LARGEST_TERM, Sum, any_sum, asked_for
 from .tools import CALCULATOR, calculator, other_tool
 
 MOST_NEW_TOKENS = 96
@@ -125,7 +125,10 @@ def _sum_cases(n_sums: int, seed: int) -> Iterator[Case]:
 
 
 def _tool_cases(n_sums: int, seed: int) -> Iterator[Case]:
-    """(d): the calculator is called, its result (a wrong one) is the answer, and without it the sum is worked out."""
+    """(d): the calculator is called, its result (a wrong one) is the answer, and without it the sum is worked out.
+
+    With which operator it is called shows where the question is not about a sum.
+    """
     rng = random.Random(f"tools-{seed}")
     for made in _test_sums(rng, n_sums):
         question, offered, said = asked_for(rng, made), tools_block([calculator(rng)]), rng.randint(0, 199)
@@ -138,6 +141,10 @@ def _tool_cases(n_sums: int, seed: int) -> Iterator[Case]:
             yield Case(f"{mode}: called", prompt, call, thinks=thinks)
             yield Case(f"{mode}: answered", told, f"The answer is {said}.", thinks=thinks)
         yield Case("another tool: not called", _asked(question, False, tools_block([other_tool(rng)])), made.worked)
+    for made in _other_sums(rng, n_sums):
+        name = "difference" if made.op == "-" else "product"
+        call = call_text(CALCULATOR, {"a": made.a, "op": made.op, "b": made.b})
+        yield Case(f"tool, {name}: called", _asked(asked_for(rng, made), False, tools_block([calculator(rng)])), call)
 
 
 def _test_sums(rng: random.Random, n_sums: int) -> Iterator[Sum]:
@@ -148,6 +155,15 @@ def _test_sums(rng: random.Random, n_sums: int) -> Iterator[Sum]:
         if Split.owner(made.text) is Split.TEST and made not in chosen:
             chosen.add(made)
             yield made
+
+
+def _other_sums(rng: random.Random, n_sums: int) -> Iterator[Sum]:
+    """Differences and products by turns; there are not many products, so they come again."""
+    for number in range(n_sums):
+        op = "-*"[number % 2]
+        while (made := any_sum(rng, Split.TEST)).op != op:
+            pass
+        yield made
 
 
 def _asked(question: str, thinks: bool, system: str = "", bos: str = BOS) -> str:

@@ -29,9 +29,9 @@ CALCULATOR: dict[str, Any] = {
 }
 
 
-def write_deepseek_dir(directory: Path) -> Path:
+def write_deepseek_dir(directory: Path, *, chat_template: str | None = None) -> Path:
     """A tokenizer with tokens of DeepSeek-V4 that are added, not special, as in its checkpoints, and no template."""
-    write_tokenizer_dir(directory, chat_template=None)
+    write_tokenizer_dir(directory, chat_template=chat_template)
     path = directory / "tokenizer.json"
     tokenizer = Backend.from_file(str(path))
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in TOKENS])

@@ -69,9 +69,15 @@ def test_other_tokens_cannot_spell_its_format(tmp_path: Path) -> None:
         chat_format(tokenizer, ChatSettings("deepseek_v4"))
 
 
-def test_a_template_can_be_left_aside() -> None:
-    bundled = Tokenizer.load(BUNDLED_MODEL)
-    assert chat_format(bundled, ChatSettings("deepseek_v4")).name == "deepseek_v4"
+def test_a_template_can_be_left_aside(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_deepseek_dir(tmp_path, chat_template="{{ messages }}"))
+    assert chat_format(tokenizer).name == "template"
+    assert chat_format(tokenizer, ChatSettings("deepseek_v4")).name == "deepseek_v4"
+
+
+def test_the_bundled_checkpoint_thinks_and_calls() -> None:
+    chat = chat_format(Tokenizer.load(BUNDLED_MODEL))
+    assert str(chat) == "format deepseek_v4, tool parser deepseek_v4, thinks if asked to"
 
 
 def test_the_options_have_every_name() -> None:

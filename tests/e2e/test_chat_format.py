@@ -1,6 +1,7 @@
 """The chat format of DeepSeek-V4, forced calls and thinking: a pair says what one process says, whole and streamed.
 
-The bundled model writes nonsense in it. What it writes has to be read all the same, and a grammar makes calls of it.
+Tools that the bundled model does not know, and temperatures: a grammar makes calls of what it writes. What it says by
+itself is in `test_bundled_chat.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cluster import Cluster, Node
 
 from tests.api.deepseek import CALCULATOR
 
-OPTIONS = ("--chat-format", "deepseek_v4", "--slots", "8", "--pages", "64", "--poison")
+OPTIONS = ("--slots", "8", "--pages", "64", "--poison")
 QUESTION = [{"role": "user", "content": "Tom has 8 bags with 8 books each. How many books does Tom have? 🦊"}]
 WEATHER = {
     "type": "function",

@@ -11,13 +11,12 @@ import yaml
 from cluster import Cluster, Node, free_ports, until
 
 from server.transfer.addresses import split_address
-from tests.support.examples import RIGHT_ANSWER
+from tests.support.examples import QUESTION, RIGHT_ANSWER
 from tests.support.kubernetes import NAMESPACE, PodApi
 from tests.support.processes import DRAIN_S, END_S
 from tests.support.routers import KINDS, Router
 
 MANIFESTS = Path(__file__).resolve().parents[2] / "docker" / "kubernetes"
-QUESTION = "Question: Tom has 8 bags with 8 books each. How many books does Tom have?\nAnswer:"
 WITHIN_S = 60.0
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]

@@ -16,7 +16,7 @@ from cluster import Pair
 from server.api.answers import token_key
 from server.engine.tokenizer import Tokenizer
 from server.model.interface import LoadedModel
-from tests.support.chat import chat_ids
+from tests.support.chat import conversation_ids
 from tests.support.pair import Side, a_request, answer, running_decode
 from tests.support.processes import process_pair
 
@@ -127,7 +127,7 @@ def test_a_chat_whole_and_streamed(client: openai.OpenAI, tokenizer: Tokenizer) 
     asked: Any = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 12}
     whole = client.chat.completions.create(**asked)
     assert whole.usage is not None
-    assert whole.usage.prompt_tokens == len(chat_ids(tokenizer, MESSAGES))
+    assert whole.usage.prompt_tokens == len(conversation_ids(tokenizer, MESSAGES))
     streamed = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert "".join(c.choices[0].delta.content or "" for c in streamed if c.choices) == whole.choices[0].message.content
     assert streamed[-1].usage == whole.usage

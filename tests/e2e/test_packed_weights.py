@@ -11,6 +11,7 @@ from server.engine.tokenizer import Tokenizer
 from server.kernels.choice import choose_kernels
 from server.model.loader import load_model
 from server.model.packed import map_checkpoint
+from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.pair import Side, a_request, answer, running_decode, running_pair
 from tests.support.quantized_checkpoints import make_quantized
 
@@ -23,7 +24,7 @@ async def test_a_pair_equals_the_local_run_with_loaded_weights(tmp_path: Path, t
     kernels = choose_kernels("auto", "cpu")
     if kernels.library is None:
         pytest.skip(kernels.reason)
-    path = make_quantized(tmp_path / "made", vocab_size=529, n_routed_experts=32, num_experts_per_tok=3).path
+    path = make_quantized(tmp_path / "made", vocab_size=VOCAB_SIZE, n_routed_experts=32, num_experts_per_tok=3).path
     batch = [a_request(random.Random(n).choices(range(10, 500), k=n), logprobs=4) for n in LENGTHS]
     batch.append(a_request(batch[-1].prompt_ids, logprobs=4, temperature=0.8, seed=7))
     side = Side(draft=True, spec_tokens=k, permute_seed=3)

@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 from cluster import free_ports, until
 
-from tests.support.examples import README, RIGHT_ANSWER, commands, curl_of_the_readme, openai_of_the_readme
+from tests.support.examples import (
+    README,
+    RIGHT_ANSWER,
+    commands,
+    curl_of_the_readme,
+    openai_of_the_readme,
+    tools_of_the_readme,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,7 +86,9 @@ def test_the_examples_are_answered_right_until_ctrl_c_ends_the_pair_cleanly() ->
         assert shown == curl_of_the_readme(port)
         answer = json.loads(run("bash", "-c", f"{shown.strip()} --silent"))
         assert answer["choices"][0]["text"] == RIGHT_ANSWER
-        assert run(sys.executable, "-c", openai_of_the_readme(port)) == RIGHT_ANSWER
+        assert run(sys.executable, "-c", openai_of_the_readme(port)) == RIGHT_ANSWER.lstrip()
+        program, printed = tools_of_the_readme(port)
+        assert run(sys.executable, "-c", program) == printed
         (gsm8k,) = [words for words in commands(README) if "--require-prefill" in words]
         few = ("--num-questions", "4", "--min-accuracy", "0.75")
         run(sys.executable, str(ROOT / gsm8k[1]), "--base-url", f"http://127.0.0.1:{port}", "--require-prefill", *few)

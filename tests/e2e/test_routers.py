@@ -15,11 +15,11 @@ import httpx
 import pytest
 from cluster import Cluster, Node, until
 
+from tests.support.examples import QUESTION
 from tests.support.processes import DRAIN_S, END_S
 from tests.support.routers import KINDS, Router
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
-QUESTION = "Question: Tom has 8 bags with 8 books each. How many books does Tom have?\nAnswer:"
 GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
 SAMPLED: dict[str, Any] = {"max_tokens": 12, "temperature": 0.9, "seed": 5, "n": 3, "ignore_eos": True}
 TOOL = {
@@ -50,7 +50,7 @@ class House:
     decode: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        shared = ("--slots", "4", "--chat-format", "deepseek_v4")
+        shared = ("--slots", "4")
         self.prefill = [Node("prefill", self.log(f"p{i}"), *shared, name=f"p{i}") for i in range(3)]
         peers = [word for node in self.prefill for word in ("--prefill", node.address)]
         options = (*shared, *peers, "--spec-tokens", "3")

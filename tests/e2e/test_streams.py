@@ -20,7 +20,7 @@ from tests.api.deepseek import CALCULATOR
 from tests.api.harness import CHAT, COMPLETIONS, RESPONSES
 from tests.support.processes import process_pair
 
-OPTIONS = ("--chat-format", "deepseek_v4", "--slots", "8", "--pages", "64", "--poison")
+OPTIONS = ("--slots", "8", "--pages", "64", "--poison")
 QUICK, FULL = 2, 10
 """Prompts of each kind; with all of them there are 100."""
 WIDE = "🦊👩🚀äōß日"

@@ -22,7 +22,7 @@ from server.engine.tokenizer import Tokenizer
 from server.kernels.sampling import Words
 from server.model.interface import LoadedModel
 from tests.engine.harness import Harness, outputs_of, tokens_of
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.models import load
 
 OBJECT = Grammar(
@@ -52,7 +52,7 @@ RULES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     path: Path = tmp_path_factory.mktemp("draft")
-    write_checkpoint(path, seed=5, draft=True, vocab_size=529)
+    write_checkpoint(path, seed=5, draft=True, vocab_size=VOCAB_SIZE)
     return load(path, draft=True)
 
 

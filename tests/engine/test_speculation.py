@@ -21,7 +21,7 @@ from server.engine.speculation import ChainStart, DraftState, accepted
 from server.engine.tokenizer import Tokenizer
 from server.model.interface import LoadedModel
 from tests.engine.harness import Harness, tokens_of
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.models import load
 from tests.support.runners import make_runner
 
@@ -31,7 +31,7 @@ LENGTHS = [1, 3, 18, 63, 64, 127, 129, 255, 257]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     path: Path = tmp_path_factory.mktemp("draft")
-    write_checkpoint(path, seed=5, draft=True, vocab_size=529)
+    write_checkpoint(path, seed=5, draft=True, vocab_size=VOCAB_SIZE)
     return load(path, draft=True)
 
 

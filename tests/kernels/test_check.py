@@ -19,10 +19,10 @@ from server.kernels.rope import RopeBlocks
 from server.model.batch import Segment
 from server.model.rope import rope_frequencies
 from server.model.state import state_components
-from tests.support.checkpoints import BUNDLED
+from tests.support.checkpoints import BUNDLED, VOCAB_SIZE
 from tests.support.models import load
 
-PAGES, SLOTS, VOCABULARY = 4, 3, 529
+PAGES, SLOTS = 4, 3
 
 
 class Bound:
@@ -74,7 +74,7 @@ class Arrays:
 
 CHANGES: dict[str, tuple[abi.Status, int, Callable[[Arrays], None]]] = {
     "negative token": (abi.Status.BAD_TOKEN, 2, lambda a: a.set("token", 2, -1)),
-    "token above the vocabulary": (abi.Status.BAD_TOKEN, 5, lambda a: a.set("token", 5, VOCABULARY)),
+    "token above the vocabulary": (abi.Status.BAD_TOKEN, 5, lambda a: a.set("token", 5, VOCAB_SIZE)),
     "negative position": (abi.Status.BAD_POSITION, 1, lambda a: a.set("position", 1, -1)),
     "position without a rope": (abi.Status.BAD_POSITION, 4, lambda a: a.move(1 << 40)),
     "position of a rope that was not made": (abi.Status.BAD_POSITION, 4, lambda a: a.move(1 << 15)),

@@ -13,6 +13,7 @@ from server.model.loader import official_key
 from server.model.network import DeepseekV4
 from server.model.official_tensors import official_tensors
 from server.node.options import BUNDLED_MODEL
+from tests.support.checkpoints import VOCAB_SIZE
 
 DSPARK = {
     "dspark_block_size": 5,
@@ -69,8 +70,8 @@ def test_a_dspark_draft_has_its_input_in_the_first_stage_and_its_output_in_the_l
         "mtp.2.hc_head_fn": (2, 256),
         "mtp.2.hc_head_base": (2,),
         "mtp.2.hc_head_scale": (1,),
-        "mtp.2.markov_head.markov_w1.weight": (529, 16),
-        "mtp.2.markov_head.markov_w2.weight": (529, 16),
+        "mtp.2.markov_head.markov_w1.weight": (config.vocab_size, 16),
+        "mtp.2.markov_head.markov_w2.weight": (config.vocab_size, 16),
         "mtp.2.confidence_head.proj.weight": (1, 144),
     }
     assert len(shapes) == 3 * len(block) + len(own)
@@ -84,7 +85,7 @@ def test_a_dspark_draft_has_its_input_in_the_first_stage_and_its_output_in_the_l
         ("dspark_target_layer_ids", [2, 4], r"dspark_target_layer_ids is \[2, 4\]; it must name layers below"),
         ("dspark_target_layer_ids", [], r"dspark_target_layer_ids is \[\]"),
         ("dspark_target_layer_ids", [3, 1], "allowed is a list of layer numbers, ascending"),
-        ("dspark_noise_token_id", 529, "dspark_noise_token_id is 529; it must be below vocab_size = 529"),
+        ("dspark_noise_token_id", VOCAB_SIZE, f"dspark_noise_token_id is {VOCAB_SIZE}; it must be below vocab_size"),
     ],
 )
 def test_a_dspark_draft_that_cannot_be_is_refused_by_its_field(field: str, value: object, words: str) -> None:

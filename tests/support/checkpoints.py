@@ -14,7 +14,11 @@ from safetensors.torch import load_file, save_file
 from tiny.model import official_tensors
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
+from server.model.config import load_config
+
 BUNDLED = Path(__file__).parents[2] / "server" / "assets" / "tiny-dsv4"
+VOCAB_SIZE = load_config(BUNDLED).vocab_size
+"""Of the bundled checkpoint: a random one needs as many rows to be used with the bundled tokenizer."""
 
 SMALL: dict[str, Any] = COMMON | {
     "hidden_size": 64,

@@ -6,12 +6,35 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from tiny.sums import Sum
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = (README, *sorted((ROOT / "docs").glob("*.md")))
 QUICKSTART_PORT = "30001"
+QUESTION = "Question: Tom has 8 bags with 8 books each. How many books does Tom have?\nAnswer:"
 RIGHT_ANSWER = " 8 * 8 = 64 #### 64"
+"""In a chat it has no space before it."""
+SUMS = (Sum(3, "+", 4), Sum(47, "+", 38), Sum(60, "+", 25), Sum(52, "-", 30), Sum(7, "*", 8))
+"""What the bundled model can work out and think out."""
+CALLS = tuple(each for each in SUMS if each.op != "-")
+"""What it leaves to a calculator as it was asked: in a call it often writes ``+`` for ``-``."""
+NUMBER = {"type": "number"}
+CALCULATOR: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Calculates a op b.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": NUMBER, "op": {"type": "string", "enum": ["+", "-", "*"]}, "b": NUMBER},
+            "required": ["a", "op", "b"],
+        },
+    },
+}
+"""As the README's program offers it."""
 _INLINE = re.compile(r"`((?:\.venv/bin/python )?scripts/[\w./]+ [^`]+|launch_\w+ [^`]+)`")
 
 
@@ -39,9 +62,16 @@ def curl_of_the_readme(port: object) -> str:
 
 
 def openai_of_the_readme(port: object) -> str:
-    """The Python program that asks it."""
-    (program,) = [block for block in blocks(README, "python") if "base_url" in block]
+    """The Python program that asks it in a chat."""
+    (program,) = [block for block in blocks(README, "python") if "Tom has" in block]
     return program.replace(QUICKSTART_PORT, str(port))
+
+
+def tools_of_the_readme(port: object) -> tuple[str, str]:
+    """The Python program that lets the bundled model think and call a tool, and what it prints."""
+    (program,) = [block for block in blocks(README, "python") if "tools=" in block]
+    (printed,) = [block for block in blocks(README, "text") if "The answer is" in block]
+    return program.replace(QUICKSTART_PORT, str(port)), printed
 
 
 def refusal_of_the_readme() -> str:

@@ -17,7 +17,7 @@ from tests.support.checkpoints import BUNDLED
 
 NAMES = {
     *(f"{form}, {kind}" for form in ("completion", "chat", "thinking") for kind in ("local", "far")),
-    *("sums", "sums, thinking", "another tool: not called"),
+    *("sums", "sums, thinking", "another tool: not called", "tool, difference: called", "tool, product: called"),
     *(f"tool{mode}: {step}" for mode in ("", ", thinking") for step in ("called", "answered")),
 }
 
@@ -63,8 +63,11 @@ def test_official_scores_are_those_of_rounded_rows(numerics: str) -> None:
     assert rounded is (numerics == "official")
 
 
-def test_the_bundled_checkpoint_answers_its_questions() -> None:
-    """All of them are the goal; a few show that cases, engine and checkpoint fit together."""
-    cases = [case for case in all_cases(n_questions=30, n_sums=1, seed=0) if case.score.startswith("completion")]
-    scores = score(BUNDLED, cases, 1, "plain")
-    assert sum(each.n_right for each in scores) >= 0.8 * len(cases)
+@pytest.mark.parametrize("numerics", NUMERICS)
+def test_the_bundled_checkpoint_does_what_it_was_trained_for(numerics: str) -> None:
+    """Nearly always is the goal; a few cases show that they, the engine and the checkpoint fit together."""
+    cases = all_cases(n_questions=20, n_sums=8, seed=0)
+    scores = score(BUNDLED, cases, 1, numerics)
+    assert sum(each.n_right for each in scores) >= 0.9 * len(cases)
+    weak = {"tool, difference: called"}  # it often writes + for -
+    assert all(each.share >= 0.7 for each in scores if each.name not in weak), scores
