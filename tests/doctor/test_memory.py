@@ -35,7 +35,7 @@ def test_how_much_is_needed_decides(tmp_path: Path, part: float, level: Level) -
 
 def test_half_the_bytes_with_bfloat16() -> None:
     full, half = needed_memory(plan_of(draft=True)), needed_memory(plan_of(draft=True, dtype="bfloat16"))
-    assert full.weights.loaded > 1.8 * half.weights.loaded
+    assert full.weights.loaded > 1.7 * half.weights.loaded  # the head stays float32
     assert full.pools > half.pools
     assert full.total == full.weights.loaded + full.pools + LIBRARIES_NBYTES
 

@@ -79,10 +79,11 @@ def test_masks_of_a_draft_that_the_grammar_forbids_are_those_before_it(tokenizer
     [brace, quote, wrong] = [tokenizer.encode_rendered(text)[0] for text in ("{", '"', "}")]
     masks = guide.masks([brace, quote, wrong, brace])
     assert len(masks) == 5
-    assert tokens_in(masks[0]) == [brace]
+    assert brace in tokens_in(masks[0])
+    assert {tokenizer.token_text(token)[0] for token in tokens_in(masks[0])} == {"{"}
     assert quote in tokens_in(masks[1])
     assert masks[2].tolist() == masks[3].tolist() == masks[4].tolist()
-    assert tokens_in(guide.masks([])[0]) == [brace]
+    assert tokens_in(guide.masks([])[0]) == tokens_in(masks[0])
 
 
 def test_the_answer_may_end_where_the_grammar_does_and_nowhere_else(tokenizer: Tokenizer) -> None:

@@ -204,7 +204,9 @@ def test_an_answer_that_is_given_up_says_what_is_complete() -> None:
         engine.submit(Cancel(command.key))
         end = node.harness.until(Finished, command.key)[-1]
         assert isinstance(end, Finished)
-        assert end.tokens[: 500 + len(said)] == (*BASE[:500], *said)
+        known = min(len(end.tokens), 500 + len(said))
+        assert known >= 500 + len(said) - 1, "all but the last token, which nothing was computed after"
+        assert end.tokens[:known] == (*BASE[:500], *said)[:known]
         assert len(end.pages) == len(end.tokens) // PAGE - 1
 
 
